@@ -1,0 +1,44 @@
+"""THE LOOP: a prepared request -> rounds until EOS or the output budget. Start reading here, then `round/`."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .round import Round, run_round
+from .state import RoundState
+
+
+class RoundReadout(NamedTuple):
+    """What the host learns of a finished round.
+
+    Attributes:
+        tokens: the emitted tokens, at least one.
+        finished: whether EOS or the output budget ended the request.
+        num_accepted: A, before truncation at EOS or the budget.
+        nominal_length, stage0_length, verify_length: w0, u and w.
+    """
+
+    tokens: list[int]
+    finished: bool
+    num_accepted: int
+    nominal_length: int
+    stage0_length: int
+    verify_length: int
+
+
+def decode(r: Round) -> Iterator[RoundReadout]:
+    """Run rounds until the request is finished; the caller may stop earlier by leaving the iterator.
+
+    The round's cache holds the prompt, and its state the first anchor, before the first call.
+    """
+    finished = False
+    while not finished:
+        run_round(r)
+        readout = read_round(r.state)
+        finished = readout.finished
+        yield readout
+
+
+def read_round(state: RoundState) -> RoundReadout:
+    """Copy the round's result to the host: the one wait of a round."""
+    finished, emitted, accepted, nominal, stage0, verify, *tokens = state.readout.tolist()
+    return RoundReadout(tokens[:emitted], bool(finished), accepted, nominal, stage0, verify)

@@ -1,0 +1,79 @@
+"""Every device buffer of a round, one line each with shape and dtype."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RouterBoundary(NamedTuple):
+    """What Stage 0 keeps for Stage 1: rows 0..u-1 are valid after Stage 0.
+
+    Attributes:
+        hidden: `[W, H]`, the normalised input of Layer 0's MLP or MoE block.
+        residual: `[W, H]`, the residual stream to which the block's output is added.
+        expert_ids: `[W, topk]`, int64 (topk = 0 for a dense target).
+        expert_weights: `[W, topk]`, the renormalised routing weights in the model's dtype.
+    """
+
+    hidden: Tensor
+    residual: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+
+
+class RoundState:
+    """Buffers of one request's rounds. W is the block size (1 for autoregressive decoding), D = W - 1.
+
+    Lengths are tensors: the host learns them only from the readout after a round, or through the round's switch.
+    """
+
+    def __init__(
+        self, *, block: int, hidden_size: int, top_k: int, feature_size: int, eos: list[int], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        def ints(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        def floats(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.block = block
+        self.eos = torch.tensor(eos, dtype=torch.int64, device=device)  # [E]
+        self.remaining = ints(1)  # [1] output budget, in tokens
+        self.finished = ints(1, dtype=torch.bool)  # [1] EOS emitted or budget spent
+
+        self.target_input = ints(block)  # [W] anchor, then the proposal block
+        self.confidence = floats(block - 1)  # [D] top-1 probability
+        self.entropy = floats(block - 1)  # [D] nats
+        self.prefix_prob = floats(block - 1)  # [D] p_i, P(first i draft tokens accepted)
+
+        self.length_limit = ints(1, dtype=torch.int32)  # [1] w_rem
+        self.nominal_length = ints(1, dtype=torch.int32)  # [1] w0
+        self.stage0_length = ints(1, dtype=torch.int32)  # [1] u
+        self.verify_length = ints(1, dtype=torch.int32)  # [1] w
+        self.new_experts = ints(block, dtype=torch.int32)  # [W] Layer-0 experts that each token adds
+
+        self.boundary = RouterBoundary(
+            floats(block, hidden_size, dtype=dtype),
+            floats(block, hidden_size, dtype=dtype),
+            ints(block, top_k),
+            floats(block, top_k, dtype=dtype),
+        )
+        self.features = floats(block, feature_size, dtype=dtype)  # [W, A*H] what the drafter reads of the target
+        self.target_tokens = ints(block)  # [W] y_i, the target's choice after each input token
+
+        self.num_accepted = ints(1, dtype=torch.int32)  # [1] A
+        self.num_committed = ints(1, dtype=torch.int32)  # [1] m = emitted tokens, after EOS and budget
+        self.emitted = ints(block)  # [W] d_1..d_A, x_new; rows from num_committed on are stale
+        self.readout = ints(6 + block)  # [6+W] what the host reads after a round, see decode.read_round
+
+    @property
+    def anchor(self) -> Tensor:
+        """`[1]`, int64, the newest emitted token, not yet processed by the target."""
+        return self.target_input[:1]
+
+    @property
+    def proposal(self) -> Tensor:
+        """`[D]`, int64, the draft tokens."""
+        return self.target_input[1:]

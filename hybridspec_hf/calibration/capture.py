@@ -1,0 +1,108 @@
+"""Calibration prompts -> full-length rounds with signals, acceptance and routing (Appendix E.3, capture run)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hybridspec_generation import RoundState, decode
+from hybridspec_generation.policies import FixedLength, LengthPolicy
+from hybridspec_generation.round import Round
+from hybridspec_kernels import new_experts_ref
+
+from ..drafters.dflash import DFlashDrafter
+from ..engine import get_engine
+from ..prefill import prefill
+from ..validation import check_drafter
+
+
+class CaptureRounds(NamedTuple):
+    """N rounds at full length, none of them cut by EOS or the output budget.
+
+    Attributes:
+        confidence, entropy: `[N, D]`, fp32, of the draft tokens.
+        accepted: `[N]`, int64, A.
+        new_layer0: `[N, W]`, int64, new Layer-0 experts that each target-input token adds.
+        new_later: `[N, W]`, int64, new (layer, expert) pairs that it adds in the other MoE layers.
+    """
+
+    confidence: Tensor
+    entropy: Tensor
+    accepted: Tensor
+    new_layer0: Tensor
+    new_later: Tensor
+
+
+@torch.no_grad()
+def capture_rounds(
+    model: Any, drafter: DFlashDrafter, prompts: Iterable[Tensor], *, max_new_tokens: int, eos: list[int]
+) -> CaptureRounds:
+    """Decode every prompt with all D draft tokens verified and record each round.
+
+    Args:
+        prompts: token ids `[1, T]`, one prompt each; wrap the iterable in a progress bar if it is long.
+        eos: token ids that end a request.
+    """
+    rows: list[tuple[Tensor, ...]] = []
+    for input_ids in prompts:
+        r = open_round(model, drafter, input_ids, budget=max_new_tokens, eos=eos)
+        with routed_experts(r.target) as chosen:
+            for readout in decode(r):
+                cut = readout.finished or len(readout.tokens) <= readout.num_accepted
+                # a target input shorter than W: the budget's last rounds
+                if not cut and readout.verify_length == r.state.block:
+                    new = torch.stack([new_experts_ref(ids) for ids in chosen]).long()
+                    rows.append((r.state.confidence.clone(), r.state.entropy.clone(),
+                                 torch.tensor(readout.num_accepted), new[0], new[1:].sum(0)))  # fmt: skip
+                chosen.clear()
+    return CaptureRounds(*(torch.stack(column).cpu() for column in zip(*rows, strict=True)))
+
+
+def open_round(
+    model: Any,
+    drafter: DFlashDrafter,
+    input_ids: Tensor,
+    *,
+    budget: int,
+    eos: list[int],
+    policy: LengthPolicy | None = None,
+) -> Round:
+    """A prefilled request outside generate; full length unless `policy` says otherwise.
+
+    Args:
+        input_ids: `[1, T]`. budget: new tokens, the prefill's included. eos: token ids that end the request.
+    """
+    check_drafter(drafter, model)
+    engine = get_engine(model, drafter)
+    target, buffers = engine.target, engine.borrow(drafter, input_ids.shape[1] + budget)
+    bound = engine.bind(drafter, buffers)
+    kwargs = {"cache": DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    anchor = prefill(model, input_ids, model.generation_config, kwargs, target, buffers.cache, bound)
+    state = RoundState(
+        block=buffers.cache.block,
+        hidden_size=target.hidden_size,
+        top_k=target.top_k,
+        feature_size=len(target.feature_layers) * target.hidden_size,
+        eos=eos,
+        dtype=target.cache_shape.dtype,
+        device=target.cache_shape.device,
+    )
+    state.anchor.copy_(anchor)
+    state.remaining.fill_(budget - 1)
+    return Round(target, bound, buffers.cache, state, policy or FixedLength(buffers.cache.block))
+
+
+@contextmanager
+def routed_experts(target: Any) -> Iterator[list[Tensor]]:
+    """Collect the expert ids `[w, topk]` that every MoE layer's router chooses, in layer order."""
+    chosen: list[Tensor] = []
+    gates = [layer.mlp.gate for layer in target.layers if hasattr(layer.mlp, "experts")]
+    hooks = [gate.register_forward_hook(lambda module, args, output: chosen.append(output[2])) for gate in gates]
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,103 @@
+"""The target's latency by verification length on this machine -> CostTable (Appendix A.2), in seconds of measuring.
+
+Measured inside a request, between prefill and the first round: stages run on the prompt's own last tokens without a
+commit, so nothing of the request changes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import torch
+
+from hybridspec_generation.config import CostTable
+from hybridspec_generation.round import Round
+
+from ..models import SplitTarget
+
+LENGTHS = (2, 4, 8, 12, 16)
+REPEATS = 5
+MIN_COST = 1e-9
+
+
+def measure_cost(r: Round, tokens: torch.Tensor) -> CostTable:
+    """Time both stages at several lengths and fit the paper's quadratic.
+
+    Args:
+        r: a round whose cache holds a prompt; nothing of it is committed.
+        tokens: `[T]`, int64, text to verify: its last W tokens are used, repeated if T < W.
+
+    Returns:
+        The pair's `CostTable`, its `source` naming hardware, versions and method.
+    """
+    block, drafter = r.state.block, r.drafter
+    assert drafter is not None
+    text = tokens.repeat(-(-block // len(tokens)))[-block:]
+    lengths = sorted({min(w, block) for w in (*LENGTHS, block)})
+    whole = [seconds(lambda w=w: run_target(r, text, w)) for w in lengths]  # type: ignore[misc]
+    first = [seconds(lambda w=w: r.target.stage0(text[:w], r.cache, r.state.boundary)) for w in lengths]  # type: ignore[misc]
+    draft = seconds(lambda: drafter.propose(text[:1], r.cache.length))
+
+    curve = np.polyval(np.polyfit(lengths, whole, min(2, len(lengths) - 1)), np.arange(block + 1))
+    # noise must not make a longer input look cheaper
+    curve = np.maximum.accumulate(np.maximum(curve[2:], MIN_COST))
+    fixed = float(curve[0])
+    return CostTable(
+        target_cost=(0.0, 0.0, *(float(c) - fixed for c in curve)),
+        fixed_cost=fixed + draft,
+        stage0_token_cost=max(0.0, slope(lengths, first)),
+        expert_cost=expert_cost(r),
+        source=f"measured on {device_name(text.device)}, torch {torch.__version__}, eager, "
+        f"context {int(r.cache.length)}, median of {REPEATS}",
+    )
+
+
+def run_target(r: Round, text: torch.Tensor, w: int) -> None:
+    """Both stages and the head on w tokens; writes scratch rows only."""
+    r.target.stage0(text[:w], r.cache, r.state.boundary)
+    r.target.next_tokens(r.target.stage1(w, r.cache, r.state.boundary, r.state.features))
+
+
+def expert_cost(r: Round) -> float:
+    """eta: slope of one MoE layer's time in its number of distinct experts, at W tokens; 0 for a dense target."""
+    target = cast("SplitTarget", r.target)
+    boundary, block, top_k = r.state.boundary, r.state.block, target.top_k
+    if not top_k:
+        return 0.0
+    shared = torch.arange(top_k, device=boundary.expert_ids.device).expand(block, -1)
+    offsets = torch.arange(block, device=shared.device)[:, None] * top_k
+    counts, times = [], []
+    for ids in (shared, (shared + offsets) % target.num_experts):
+        boundary.expert_ids.copy_(ids)
+        counts.append(len(ids.unique()))
+        times.append(seconds(lambda: target.resume_mlp(block, boundary)))
+    return max(0.0, slope(counts, times))
+
+
+def slope(x: list[int], y: list[float]) -> float:
+    """Least-squares slope; 0 when there is only one x."""
+    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Median wall-clock time of `run` after one warm-up, device work included."""
+    times = []
+    for _ in range(REPEATS + 1):
+        synchronize()
+        started = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

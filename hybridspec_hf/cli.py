@@ -1,0 +1,37 @@
+"""The `hybridspec` command: arguments → one of the subcommands in `hybridspec_hf.commands`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hybridspec_hf.commands import demo, generate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 0, 1 if the demo found a difference from plain generate, 2 for a mistake in the call.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"hybridspec {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command and all its subcommands."""
+    parser = argparse.ArgumentParser(prog="hybridspec", description="Exact speculative decoding for GDN-MoE models.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    demo.add_parser(subparsers)
+    generate.add_parser(subparsers)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Subcommands of `hybridspec`, one a file: each adds its parser and runs its arguments."""

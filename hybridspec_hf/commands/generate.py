@@ -1,0 +1,38 @@
+"""`hybridspec generate`: one prompt, any target and drafter → text."""
+
+import argparse
+import json
+
+from hybridspec_hf.commands.pair import AUTOREGRESSIVE, encode, load_pair, policy_name, run_policy
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser("generate", help="decode one prompt with any target and drafter")
+    parser.add_argument("--target", required=True, help="target model: a folder or a Hub name")
+    parser.add_argument("--drafter", help="its DFlash drafter; without one the target decodes autoregressively")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--policy", type=policy_name, help="hybridspec (default), nominal, full, static:N or ar")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")
+    parser.add_argument("--chat-template", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode the prompt, print its text and, with --json, what the run measured."""
+    policy = args.policy or ("hybridspec" if args.drafter else AUTOREGRESSIVE)
+    if policy != AUTOREGRESSIVE and args.drafter is None:
+        raise ValueError(f"--policy {policy} drafts tokens, but no --drafter was given. Pass one, or --policy ar.")
+    pair = load_pair(args.target, args.drafter, dtype=args.dtype, device_map=args.device_map)
+    inputs = encode(pair, args.prompt, chat_template=args.chat_template)
+    output = run_policy(pair, inputs, policy, max_new_tokens=args.max_new_tokens, stream=args.stream)
+    text = pair.tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    if not args.stream:
+        print(text)
+    if args.json:
+        print(json.dumps({"text": text, **output.report.to_dict()}))
+    return 0

@@ -1,0 +1,116 @@
+"""What a model keeps between calls: its split view, measured cost tables, and the static buffers of one request."""
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridspec_generation.cache import TargetCache
+from hybridspec_generation.config import CostTable
+
+from .drafters.block import BlockDrafter, DraftContext
+from .drafters.dflash import DFlashDrafter
+from .models import SplitTarget, split_target
+
+CAPACITY_STEP = 256
+
+
+@dataclass
+class Buffers:
+    """Static buffers of one request: the target's cache and, with a drafter, its context."""
+
+    cache: TargetCache
+    context: DraftContext | None
+
+    def reset(self) -> None:
+        """Empty the cache; stale K/V stay, behind the length, where nothing reads them."""
+        for tensor in (self.cache.length, self.cache.position_offset, self.cache.state, self.cache.conv):
+            tensor.zero_()
+
+
+@dataclass
+class Engine:
+    """One target with one drafter (or none).
+
+    Attributes:
+        target: the split view.
+        drafter_dtype: dtype and device of the drafter's weights when the engine was built.
+        cost: the pair's latency table, once it was measured.
+    """
+
+    target: SplitTarget
+    drafter_dtype: tuple[torch.dtype, torch.device] | None
+    cost: CostTable | None = None
+    _idle: Buffers | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def borrow(self, drafter: DFlashDrafter | None, tokens: int) -> Buffers:
+        """Buffers for `tokens` prompt and new tokens plus a block; the last request's, if they fit and are free."""
+        block = 1 if drafter is None else drafter.config.block_size
+        assert block is not None
+        capacity = -(-(tokens + block) // CAPACITY_STEP) * CAPACITY_STEP
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None and capacity <= idle.cache.capacity <= 2 * capacity:
+            idle.reset()
+            return idle
+        cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block)
+        return Buffers(cache, None if drafter is None else DraftContext.allocate(drafter, capacity))
+
+    def bind(self, drafter: DFlashDrafter | None, buffers: Buffers) -> BlockDrafter | None:
+        """The drafter with the target's embedding and head, on the borrowed context."""
+        if drafter is None or buffers.context is None:
+            return None
+        return BlockDrafter(drafter, self.target.embed_tokens, self.target.lm_head, buffers.context)
+
+    def give_back(self, buffers: Buffers) -> None:
+        """Keep the buffers for the next request."""
+        with self._lock:
+            self._idle = buffers
+
+
+# the engines of a model die with it: they hold its submodules, never the model itself
+_engines: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Engine]]"
+_engines = weakref.WeakKeyDictionary()
+_engines_lock = threading.Lock()
+
+
+class _NoDrafter:
+    """Key of the engine that decodes autoregressively."""
+
+
+_NO_DRAFTER = _NoDrafter()
+
+
+def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
+    """The engine of this pair, built at first use and again when the model has moved or changed its dtype.
+
+    Raises:
+        ValueError: if the model has no split forward here.
+    """
+    with _engines_lock:
+        engines = _engines.setdefault(model, weakref.WeakKeyDictionary())
+        key = _NO_DRAFTER if drafter is None else drafter
+        known = engines.get(key)
+        target = split_target(model, () if drafter is None else tuple(drafter.config.target_layer_ids or ()))
+        fresh = Engine(target, None if drafter is None else (drafter.dtype, drafter.device))
+        if known is None or not _same_pair(known, fresh):
+            engines[key] = known = fresh
+        return known
+
+
+def _same_pair(known: Engine, now: Engine) -> bool:
+    same_modules = known.target.layers[0] is now.target.layers[0] and known.target.lm_head is now.target.lm_head
+    same_shape = known.target.cache_shape == now.target.cache_shape
+    return same_modules and same_shape and known.drafter_dtype == now.drafter_dtype
+
+
+def release(model: nn.Module) -> None:
+    """Free the buffers and measured tables that `model`'s engines hold; the next call builds them again."""
+    with _engines_lock:
+        engines = _engines.pop(model, None)
+    if engines is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Checks and evaluations of a target with its drafter."""

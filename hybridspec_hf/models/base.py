@@ -1,0 +1,205 @@
+"""A transformers Qwen hybrid -> the two stages of a round, over the model's own modules.
+
+The forwards here follow transformers' `DecoderLayer.forward`, `GatedDeltaNet.forward` and `Attention.forward` with the
+same order and names; they differ in three ways: one sequence without a batch dimension, our static cache, and a stop
+at the router boundary of Layer 0. tests/models/test_fingerprints.py fails when a release changes what they follow.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridspec_generation.cache import CacheShape, TargetCache
+from hybridspec_generation.state import RouterBoundary
+from hybridspec_kernels import conv_verify_ref, gdn_verify_ref
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class GDNInputs(NamedTuple):
+    """Projections of a GDN layer: mixed_qkv `[w, C]`, gate z `[w, HV*V]`, raw b and a `[w, HV]`."""
+
+    mixed_qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+class SplitTarget:
+    """Base of the families; implements `hybridspec_generation.protocols.Target`.
+
+    Attributes:
+        MODEL_CLASSES: names of the transformers classes that the family accepts.
+        rotary_axes: rows of the rotary positions (3 for the multimodal rotary of qwen3_5, else 1).
+        layers, norm, embed_tokens, lm_head: the model's modules.
+    """
+
+    MODEL_CLASSES: ClassVar[tuple[str, ...]]
+    rotary_axes: ClassVar[int] = 1
+    apply_rotary: ClassVar[Callable[..., Rotary]]
+
+    def __init__(self, model: nn.Module, feature_layers: tuple[int, ...] = ()) -> None:
+        text: Any = model.model
+        text = getattr(text, "language_model", text)
+        config = text.config
+        check_one_device(model)
+        if config.hidden_act != "silu":
+            raise ValueError(
+                f"The target has hidden_act={config.hidden_act!r}; HybridSpec's GDN forward is written for silu."
+            )
+        self.layers = text.layers[: config.num_hidden_layers]
+        self.norm, self.embed_tokens = text.norm, text.embed_tokens
+        self.rotary_emb: Any = text.rotary_emb
+        self.lm_head = model.lm_head
+        self.feature_layers = feature_layers
+        self.hidden_size: int = config.hidden_size
+        self.layer_types: list[str] = list(config.layer_types)
+        # index of each layer among those of its kind
+        self.kind_index = [self.layer_types[:i].count(kind) for i, kind in enumerate(self.layer_types)]
+        moe_layers = [layer for layer in self.layers if hasattr(layer.mlp, "experts")]
+        self.num_moe_layers = len(moe_layers)
+        self.top_k: int = config.num_experts_per_tok if hasattr(self.layers[0].mlp, "experts") else 0
+        self.num_experts: int = config.num_experts if self.top_k else 0
+        self.cache_shape = self._cache_shape(config)
+
+    def _cache_shape(self, config: Any) -> CacheShape:
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        return CacheShape(
+            attention_layers=self.layer_types.count("full_attention"),
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            gdn_layers=self.layer_types.count("linear_attention"),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_taps=config.linear_conv_kernel_dim,
+            conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+            dtype=self.embed_tokens.weight.dtype,
+            device=self.embed_tokens.weight.device,
+        )
+
+    # ---- the two stages
+
+    def stage0(self, tokens: Tensor, cache: TargetCache, boundary: RouterBoundary) -> None:
+        """Layer 0 up to its router, see `Target.stage0`."""
+        u, layer = len(tokens), self.layers[0]
+        hidden_states = self.embed_tokens(tokens)
+        hidden_states = hidden_states + self.mix_tokens(0, layer.input_layernorm(hidden_states), cache)
+        boundary.residual[:u] = hidden_states
+        hidden_states = layer.post_attention_layernorm(hidden_states)
+        boundary.hidden[:u] = hidden_states
+        if self.top_k:
+            _, routing_weights, selected_experts = layer.mlp.gate(hidden_states)
+            boundary.expert_ids[:u] = selected_experts
+            boundary.expert_weights[:u] = routing_weights
+
+    def stage1(self, w: int, cache: TargetCache, boundary: RouterBoundary, features: Tensor | None) -> Tensor:
+        """Layer 0 from its experts on, then the other layers, see `Target.stage1`."""
+        hidden_states = boundary.residual[:w] + self.resume_mlp(w, boundary)
+        self.record_features(0, hidden_states, features)
+        rotary = self.rotary(hidden_states, cache)
+        for i in range(1, len(self.layers)):
+            layer = self.layers[i]
+            hidden_states = hidden_states + self.mix_tokens(i, layer.input_layernorm(hidden_states), cache, rotary)
+            # the MoE block wants a batch dimension
+            hidden_states = hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states)[None])[0]
+            self.record_features(i, hidden_states, features)
+        return self.norm(hidden_states)
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """Greedy choice after each row; fp32 first, as generate does, so that ties fall the same way."""
+        return self.lm_head(hidden).float().argmax(-1)
+
+    # ---- their parts
+
+    def resume_mlp(self, w: int, boundary: RouterBoundary) -> Tensor:
+        """Layer 0's MLP output for the first w boundary rows, without running its router (SparseMoeBlock.forward)."""
+        mlp, hidden_states = self.layers[0].mlp, boundary.hidden[:w]
+        if not self.top_k:
+            return mlp(hidden_states)
+        expert_output = mlp.experts(hidden_states, boundary.expert_ids[:w], boundary.expert_weights[:w])
+        return expert_output + F.sigmoid(mlp.shared_expert_gate(hidden_states)) * mlp.shared_expert(hidden_states)
+
+    def record_features(self, layer: int, hidden_states: Tensor, features: Tensor | None) -> None:
+        """Copy the layer's output `[w, H]` into its column block of the drafter's features `[W, A*H]`."""
+        if features is None:
+            return
+        size = self.hidden_size
+        for column, wanted in enumerate(self.feature_layers):
+            if wanted == layer:
+                features[: len(hidden_states), column * size : (column + 1) * size] = hidden_states
+
+    def mix_tokens(self, i: int, hidden_states: Tensor, cache: TargetCache, rotary: Rotary | None = None) -> Tensor:
+        """Token mixer of layer i on `[w, H]`: writes its part of the cache, commits nothing."""
+        if self.layer_types[i] == "linear_attention":
+            return self.gated_delta_net(self.layers[i].linear_attn, self.kind_index[i], hidden_states, cache)
+        rotary = self.rotary(hidden_states, cache) if rotary is None else rotary
+        return self.attention(self.layers[i].self_attn, self.kind_index[i], hidden_states, cache, rotary)
+
+    def rotary(self, hidden_states: Tensor, cache: TargetCache) -> Rotary:
+        """cos and sin `[1, w, D]` at this round's positions."""
+        positions = cache.position_offset[:, None] + cache.slots(len(hidden_states))
+        return self.rotary_emb(hidden_states, positions[:, None] if self.rotary_axes == 3 else positions)
+
+    def project_gdn(self, module: Any, hidden_states: Tensor) -> GDNInputs:
+        """Input projections of a GDN layer; the families differ in how they store them."""
+        raise NotImplementedError
+
+    def gated_delta_net(self, module: Any, index: int, hidden_states: Tensor, cache: TargetCache) -> Tensor:
+        """`GatedDeltaNet.forward` on w tokens: outputs from S0, compact factors into the cache (Eq. 3, 10)."""
+        shape, w = cache.shape, len(hidden_states)
+        mixed_qkv, z, b, a = self.project_gdn(module, hidden_states)
+        rows = cache.conv_rows(index, mixed_qkv)
+        mixed_qkv = conv_verify_ref(rows, module.conv1d.weight[:, 0], module.conv1d.bias)
+        key_size = shape.key_heads * shape.key_dim
+        query, key, value = mixed_qkv.split([key_size, key_size, shape.value_heads * shape.value_dim], dim=-1)
+        core_attn_out, factors = gdn_verify_ref(
+            query.view(w, shape.key_heads, shape.key_dim),
+            key.view(w, shape.key_heads, shape.key_dim),
+            value.view(w, shape.value_heads, shape.value_dim),
+            a,
+            b,
+            module.A_log,
+            module.dt_bias,
+            cache.state[index],
+        )
+        cache.store_factors(index, factors)
+        core_attn_out = core_attn_out.reshape(-1, shape.value_dim)
+        core_attn_out = module.norm(core_attn_out, z.reshape(-1, shape.value_dim))
+        return module.out_proj(core_attn_out.reshape(w, -1))
+
+    def attention(self, module: Any, index: int, hidden_states: Tensor, cache: TargetCache, rotary: Rotary) -> Tensor:
+        """`Attention.forward` on w tokens against the static cache."""
+        w, head_dim = len(hidden_states), module.head_dim
+        query_states, gate = module.q_proj(hidden_states).view(w, -1, 2 * head_dim).chunk(2, dim=-1)
+        query_states = module.q_norm(query_states).transpose(0, 1)[None]
+        key_states = module.k_norm(module.k_proj(hidden_states).view(w, -1, head_dim)).transpose(0, 1)[None]
+        value_states = module.v_proj(hidden_states).view(w, -1, head_dim).transpose(0, 1)
+        query_states, key_states = type(self).apply_rotary(query_states, key_states, *rotary)
+        cache.write_kv(index, key_states[0], value_states)
+        visible = torch.arange(cache.capacity, device=cache.length.device) <= cache.slots(w)[:, None]
+        attn_output = F.scaled_dot_product_attention(
+            query_states,
+            cache.keys[index][None],
+            cache.values[index][None],
+            attn_mask=visible,
+            scale=module.scaling,
+            enable_gqa=True,
+        )
+        attn_output = attn_output[0].transpose(0, 1).reshape(w, -1)
+        return module.o_proj(attn_output * torch.sigmoid(gate.reshape(w, -1)))
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise if the model's weights are on several devices or offloaded."""
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise ValueError(
+            f"HybridSpec needs the whole target on one device, found its weights on {devices}. "
+            'Load it with device_map={"": "cuda:0"} (or "cpu"), without offloading.'
+        )

@@ -1,0 +1,155 @@
+"""The decoding method that generate calls for generation_mode="hybridspec": inputs -> rounds -> output classes."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hybridspec_generation import DecodeReport, HybridSpecConfig, RoundState, decode
+from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
+from hybridspec_generation.round import Round
+
+from .calibration.tables import selection_tables
+from .drafters.dflash import DFlashDrafter
+from .emission import Emitter
+from .engine import Buffers, Engine, get_engine
+from .prefill import prefill
+from .validation import as_config, check_drafter, check_options
+
+
+@dataclass
+class HybridSpecOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` with the report of the call; per-token tensors and the cache are None."""
+
+    report: DecodeReport | None = None
+
+
+def hybridspec_decoding(
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: Any = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    **model_kwargs: Any,
+) -> HybridSpecOutput | Tensor:
+    """Decode greedily with HybridSpec; called by generate like `_sample`, which has the same arguments.
+
+    Args:
+        input_ids: `[1, T]`, int64.
+        assistant_model: a `DFlashDrafter`, or None to decode autoregressively in the same engine.
+
+    Returns:
+        `[1, T + new]` token ids, or with return_dict_in_generate a `HybridSpecOutput` whose `report` says what it did.
+
+    Raises:
+        ValueError: for anything that is not supported, before a token is generated.
+    """
+    config = as_config(generation_config.hybridspec_config)
+    check_options(generation_config, logits_processor, input_ids, model_kwargs, synced_gpus)
+    drafter = check_drafter(assistant_model, self)
+    engine = get_engine(self, drafter)
+    if drafter is not None and not config.is_adaptive:
+        config.fixed_length(int(drafter.config.block_size or 0))
+
+    prompt = Prompt(input_ids, generation_config, model_kwargs)
+    emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
+    report = DecodeReport(policy="ar" if drafter is None else config.policy)
+    buffers = engine.borrow(drafter, _prompt_length(input_ids, model_kwargs) + emitter.budget)
+    try:
+        round_ = start(self, engine, buffers, drafter, prompt, emitter, report)
+        if not emitter.finished:
+            policy = length_policy(config, engine, round_, prompt, report)
+            run_rounds(replace(round_, policy=policy), emitter, report)
+    finally:
+        engine.give_back(buffers)
+    sequences = emitter.finish()
+    report.new_tokens = emitter.new_tokens
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return HybridSpecOutput(sequences=sequences, report=report)
+
+
+class Prompt(NamedTuple):
+    """A request as generate prepared it: `input_ids` `[1, T]`, its config and the model's keyword arguments."""
+
+    input_ids: Tensor
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+
+def start(
+    model: Any,
+    engine: Engine,
+    buffers: Buffers,
+    drafter: DFlashDrafter | None,
+    prompt: Prompt,
+    emitter: Emitter,
+    report: DecodeReport,
+) -> Round:
+    """Prefill, emit the first token and set up the first round behind it."""
+    started = time.perf_counter()
+    target, cache, bound = engine.target, buffers.cache, engine.bind(drafter, buffers)
+    anchor = prefill(model, *prompt, target, cache, bound)
+    emitter.emit(anchor.tolist())
+    report.prompt_tokens, report.block = int(cache.length), cache.block
+    report.prefill_seconds = time.perf_counter() - started
+    state = new_state(engine, cache.block, emitter)
+    state.anchor.copy_(anchor)
+    return Round(target, bound, cache, state)
+
+
+def run_rounds(round_: Round, emitter: Emitter, report: DecodeReport) -> None:
+    """Decode until EOS, the output budget or a stopping criterion."""
+    started = time.perf_counter()
+    for readout in decode(round_):
+        report.add(readout)
+        if emitter.emit(readout.tokens):
+            break
+    report.decode_seconds = time.perf_counter() - started
+
+
+def new_state(engine: Engine, block: int, emitter: Emitter) -> RoundState:
+    """Round buffers for a request whose first token is already emitted."""
+    target = engine.target
+    state = RoundState(
+        block=block,
+        hidden_size=target.hidden_size,
+        top_k=target.top_k,
+        feature_size=len(target.feature_layers) * target.hidden_size,
+        eos=emitter.eos,
+        dtype=target.cache_shape.dtype,
+        device=target.cache_shape.device,
+    )
+    state.remaining.fill_(emitter.budget - emitter.new_tokens)
+    return state
+
+
+def length_policy(
+    config: HybridSpecConfig, engine: Engine, round_: Round, prompt: Prompt, report: DecodeReport
+) -> LengthPolicy:
+    """The policy object that the config names; adaptive ones get their tables, measured here if they must be."""
+    if round_.drafter is None:
+        return FixedLength(1)
+    if not config.is_adaptive:
+        return FixedLength(config.fixed_length(round_.state.block))
+    # the prompt and the first token: real text to time the target on
+    text = torch.cat([prompt.input_ids[0].to(round_.state.anchor.device), round_.state.anchor])
+    tables = selection_tables(config, engine, round_, text, report)
+    # a dense target has no router boundary to correct at
+    if config.policy == "nominal" or not engine.target.top_k:
+        return NominalPolicy(tables)
+    return HybridSpecPolicy(tables)
+
+
+def _prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
+    embeds = model_kwargs.get("inputs_embeds")
+    return max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])

@@ -1,0 +1,138 @@
+"""A trained target and prompts → its own greedy answers, which of them loop, and a short training against loops."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridspec_hf.training.code_tasks import code_row
+from hybridspec_hf.training.corpus import Row
+from hybridspec_hf.training.loop import Budget, Documents, TrainLog, autocast, run_steps
+from hybridspec_hf.training.math_problems import math_row
+from hybridspec_hf.training.target import target_loss, use_dense_experts
+from hybridspec_hf.training.teacher import sample_prompt
+from hybridspec_hf.training.text import encode_prompts
+
+NGRAM = 6
+
+
+@dataclass
+class Answered:
+    """Prompts with the target's answers, as token ids; `answers` include the end token if it was reached."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int = 256, batch: int = 1024
+) -> Answered:
+    """Greedy answers of many prompts through transformers' generate, left-padded, longest prompts first."""
+    model.eval()
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    for start in range(0, len(order), batch):
+        rows = order[start : start + batch]
+        width = len(prompts[rows[0]])
+        ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in rows], device=model.device)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=(ids != pad).long(),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+        for i, tokens in zip(rows, out[:, width:].tolist(), strict=True):
+            answers[i] = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+    return Answered(prompts, answers)
+
+
+def loops(tokens: list[int], longest_period: int = 40, least: int = 24) -> bool:
+    """Whether an answer repeats itself: one block again and again, or mostly 4-grams that were there before."""
+    for period in range(1, min(longest_period, len(tokens) // 3) + 1):
+        run = 0
+        for i in range(period, len(tokens)):
+            run = run + 1 if tokens[i] == tokens[i - period] else 0
+            if run >= max(2 * period, least):
+                return True
+    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+    return len(grams) >= 20 and len(set(grams)) < 0.5 * len(grams)
+
+
+def repeated(tokens: list[int]) -> list[int]:
+    """1 for each token that completes an n-gram already in the answer, else 0."""
+    seen: set[tuple[int, ...]] = set()
+    flags = []
+    for i in range(len(tokens)):
+        gram = tuple(tokens[max(0, i - NGRAM + 1) : i + 1])
+        flags.append(int(len(gram) == NGRAM and gram in seen))
+        seen.add(gram)
+    return flags
+
+
+def prompt_stream(seed: int, rows: list[Row], split: str = "train") -> Iterator[Row]:
+    """Endless prompts of all categories, in about equal parts: fresh ones, and summarization and library prompts of rows."""
+    rng = random.Random(seed)
+    fixed = {
+        "summarization": [row for row in rows if row["category"] == "summarization"],
+        "library": [row for row in rows if row["prompt"].startswith("Write the Python function `")],
+    }
+    makers: list[Callable[[], Row]] = [lambda: sample_prompt(rng, split)] * 3
+    makers += [lambda: math_row(rng, split), lambda: code_row(rng, split)]
+    makers += [lambda kept=kept: rng.choice(kept) for kept in fixed.values() if kept]  # type: ignore[misc]
+    while True:
+        yield rng.choice(makers)()
+
+
+def collect(
+    model: Any, tokenizer: Any, prompts: Iterator[Row], minutes: float, batch: int, max_new_tokens: int = 256
+) -> Answered:
+    """Greedy answers to a stream of prompts until the time is used up; at least one batch."""
+    start, found = time.monotonic(), Answered([], [])
+    while True:
+        ids = encode_prompts(tokenizer, [next(prompts)["prompt"] for _ in range(batch)])
+        done = greedy_answers(model, tokenizer, [x for x in ids if len(x) < 400], max_new_tokens, batch)
+        found = Answered(found.prompts + done.prompts, found.answers + done.answers)
+        if time.monotonic() - start > 60 * minutes:
+            return found
+
+
+def unlearn_loops(
+    model: Any, answered: Answered, train: Documents, budget: Budget, log: TrainLog, lr: float = 3e-4
+) -> None:
+    """Train on text as before while tokens that the target repeated in its own looping answers become less probable."""
+    use_dense_experts(model)
+    bad = [(p, a) for p, a in zip(answered.prompts, answered.answers, strict=True) if loops(a)]
+    if not bad:
+        return
+    own = Documents(
+        [p + a for p, a in bad],
+        [[0.0] * len(p) + [float(x) for x in repeated(a)] for p, a in bad],
+        tokens_per_batch=train.tokens_per_batch // 2,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    pairs = zip(train.batches(model.device, seed=1), own.batches(model.device, seed=2), strict=False)
+
+    def step(batch: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        (ids, weights), (own_ids, flags) = batch
+        with autocast(model.device):
+            loss, ce = target_loss(model, ids, weights)
+        loss.backward()
+        with autocast(model.device):
+            logits = model(input_ids=own_ids, use_cache=False).logits[:, :-1].float()
+        p = logits.softmax(-1).gather(-1, own_ids[:, 1:, None]).squeeze(-1)
+        unlikely = -torch.log1p(-p.clamp_max(0.999)) * flags[:, 1:]
+        (0.5 * unlikely.sum() / flags.sum().clamp_min(1)).backward()
+        return ce
+
+    run_steps(model, optimizer, step, pairs, budget, log, lambda: 0.0)

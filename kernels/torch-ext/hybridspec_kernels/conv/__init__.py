@@ -1,0 +1,1 @@
+"""The causal convolution in front of a GDN layer, and the commit of its window."""

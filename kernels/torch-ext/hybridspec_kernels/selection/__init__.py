@@ -1,0 +1,1 @@
+"""Length selection: acceptance probabilities, the draft-side selector and the routing correction."""

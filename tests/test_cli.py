@@ -1,0 +1,155 @@
+"""The command line on a random pair: what it prints, and its exit status."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import MASK_ID, VOCAB, tiny_drafter, tiny_target
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hybridspec_hf.cli import main
+from hybridspec_hf.commands import demo
+
+EOS_ID = MASK_ID - 1
+PROMPTS = [{"category": "math", "prompt": "What is 2 + 3?"}, {"category": "writing", "prompt": "Write about rain."}]
+ROW_KEYS = {
+    "policy",
+    "tokens_per_second",
+    "acceptance_length",
+    "mean_verify_length",
+    "verified_tokens",
+    "saved",
+    "target_tokens_per_token",
+    "identical",
+}
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, then EOS and the mask: exactly the tiny models' vocabulary."""
+    characters = {chr(code): code - 32 for code in range(32, 127)}
+    vocab = {**characters, "<eos>": EOS_ID, "<mask>": MASK_ID}
+    assert len(vocab) == VOCAB
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random pair in the layout of the shipped one."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny_target(eos_token_id=EOS_ID)
+    target.save_pretrained(folder / "target")
+    character_tokenizer().save_pretrained(folder / "target")
+    tiny_drafter(target, num_target_layers=4).save_pretrained(folder / "drafter")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return folder
+
+
+def plain_text(folder: Path, prompt: str, max_new_tokens: int) -> str:
+    """What transformers alone generates for a prompt that no template wraps."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def run_demo(folder: Path, *arguments: str) -> int:
+    return main(["demo", "--pair", str(folder), "--device", "cpu", "--max-new-tokens", "6", *arguments])
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_demo_streams_every_policy_and_ends_with_one_json_line(
+    pair_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo(pair_folder, "--json") == 0
+    captured = capsys.readouterr()
+    for text in (*(prompt["prompt"] for prompt in PROMPTS), "--- AR", "--- DFlash", "--- HybridSpec"):
+        assert text in captured.out
+    assert "8/8" in captured.err, "two prompts, plain generate and three policies each"
+
+    result = json.loads(captured.out.splitlines()[-1])
+    assert (result["device"], result["dtype"], result["prompts"]) == ("cpu", "float32", 2)
+    assert result["versions"]["torch"] == torch.__version__
+    rows = {row["policy"]: row for row in result["rows"]}
+    assert list(rows) == ["ar", "full", "hybridspec"]
+    assert all(set(row) == ROW_KEYS and row["identical"] is True for row in rows.values())
+    assert rows["ar"]["acceptance_length"] == rows["ar"]["mean_verify_length"] == 1
+    assert rows["hybridspec"]["verified_tokens"] <= rows["full"]["verified_tokens"]
+    assert rows["full"]["tokens_per_second"] > 0
+
+
+def test_prompts_of_all_categories_take_turns(tmp_path: Path) -> None:
+    rows = [{"category": category, "prompt": f"{category}{i}"} for category in "aab" for i in range(2)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = demo.read_prompts(tmp_path / "prompts.jsonl", 3)
+    assert [row["prompt"] for row in chosen] == ["a0", "b0", "a1"]
+
+
+def test_demo_runs_the_policies_it_is_given(pair_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(pair_folder, "--prompts", "1", "--policies", "static:4", "nominal", "--json") == 0
+    rows = last_line(capsys)["rows"]
+    assert [row["policy"] for row in rows] == ["static:4", "nominal"]
+    assert rows[0]["mean_verify_length"] <= 4
+    assert rows[0]["saved"] >= 0.75
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_demo_reports_a_difference_and_fails_in_fp32(
+    pair_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, status: int
+) -> None:
+    plain = demo.run_plain
+    monkeypatch.setattr(demo, "run_plain", lambda *args, **options: plain(*args, **options) + 1)
+    assert run_demo(pair_folder, "--prompts", "1", "--policies", "full", "--dtype", dtype, "--json") == status
+    assert last_line(capsys)["rows"][0]["identical"] is False
+
+
+@pytest.mark.parametrize("policy", ["hybridspec", "full", "ar"])
+def test_generate_prints_what_plain_generate_would(
+    pair_folder: Path, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    pair = ["--target", str(pair_folder / "target"), "--drafter", str(pair_folder / "drafter")]
+    options = ["--prompt", "Once", "--max-new-tokens", "20", "--policy", policy, "--no-chat-template", "--json"]
+    assert main(["generate", *pair, *options, "--device-map", "cpu"]) == 0
+    streamed, result = capsys.readouterr().out.strip().rsplit("\n", 1)
+    expected = plain_text(pair_folder, "Once", 20)
+    assert json.loads(result)["text"] == expected
+    assert streamed == expected.strip()
+    assert json.loads(result)["policy"] == policy
+
+
+def test_generate_without_a_drafter_is_autoregressive(pair_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["generate", "--target", str(pair_folder / "target"), "--prompt", "Once", "--device-map", "cpu"]
+    assert main([*call, "--max-new-tokens", "3", "--no-stream", "--json"]) == 0
+    assert last_line(capsys)["policy"] == "ar"
+    assert main([*call, "--policy", "full"]) == 2
+    assert "no --drafter was given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "static:1"], "Unknown policy 'static:1'"),
+        (["--dtype", "float16"], "invalid choice: 'float16'"),
+    ],
+)
+def test_demo_refuses_a_bad_argument_before_loading(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", *arguments])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_pair_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--pair", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("hybridspec demo: ")

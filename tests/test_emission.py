@@ -1,0 +1,106 @@
+"""Streamers, stopping criteria and the report see what plain generate would have shown them."""
+
+import threading
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter, tiny_target
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from hybridspec_hf import HybridSpecConfig
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = tiny_target()
+    # a drafter that is right now and then would be better; the walk is the same for emitted tokens of any round
+    return model, tiny_drafter(model)
+
+
+class Recorder:
+    """Keeps every put and the end."""
+
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+class StopAfter(StoppingCriteria):
+    """Stops when the sequence ends in a token; remembers every sequence length that it saw."""
+
+    def __init__(self, token):
+        self.token, self.seen = token, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return torch.tensor([bool(input_ids[0, -1] == self.token)])
+
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+MODE = {"generation_mode": "hybridspec", "do_sample": False, "max_new_tokens": 24}
+
+
+def test_streamer_gets_the_prompt_then_each_token(pair):
+    model, drafter = pair
+    plain, ours = Recorder(), Recorder()
+    model.generate(input_ids=IDS, do_sample=False, max_new_tokens=24, streamer=plain)
+    model.generate(input_ids=IDS, assistant_model=drafter, streamer=ours, **MODE)
+    assert ours.values == plain.values and ours.ended == plain.ended == 1
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 9, 23])
+def test_criteria_are_called_once_per_token_and_cut_the_block(pair, at):
+    model, drafter = pair
+    text = model.generate(input_ids=IDS, do_sample=False, max_new_tokens=24)[0]
+    stop_plain, stop_ours = StopAfter(int(text[5 + at])), StopAfter(int(text[5 + at]))
+    plain = model.generate(
+        input_ids=IDS, do_sample=False, max_new_tokens=24, stopping_criteria=StoppingCriteriaList([stop_plain])
+    )
+    ours = model.generate(
+        input_ids=IDS, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([stop_ours]), **MODE
+    )
+    assert torch.equal(ours, plain) and stop_ours.seen == stop_plain.seen
+
+
+def test_max_time_stops_early(pair):
+    model, drafter = pair
+    out = model.generate(input_ids=IDS, assistant_model=drafter, max_time=0.0, **MODE)
+    assert out.shape[1] == 6
+
+
+def test_report_adds_up(pair):
+    model, drafter = pair
+    out = model.generate(input_ids=IDS, assistant_model=drafter, return_dict_in_generate=True,
+                         hybridspec_config=HybridSpecConfig(policy="hybridspec"), **MODE)  # fmt: skip
+    report = out.report
+    assert report.new_tokens == out.sequences.shape[1] - 5 == 1 + sum(report.emitted)
+    assert report.rounds == len(report.verify_lengths) == len(report.accepted) == len(report.stage0_lengths)
+    for w0, u, w, accepted in zip(
+        report.nominal_lengths, report.stage0_lengths, report.verify_lengths, report.accepted, strict=True
+    ):
+        assert u <= w0 + 1 and w in (w0, w0 + 1, u) and w <= u <= 16 and accepted <= w - 1
+    assert report.prefill_seconds > 0 and report.decode_seconds > 0 and report.tokens_per_second > 0
+    assert any("shipped default" in note for note in report.notes) and any("measured" in note for note in report.notes)
+    assert out.cache is None and out.scores is None
+    report.to_dict()
+
+
+def test_two_threads_on_one_model(pair):
+    model, drafter = pair
+    prompts = [torch.randint(1, 90, (1, n)) for n in (4, 30, 7, 19)]
+    plain = [model.generate(input_ids=p, do_sample=False, max_new_tokens=24) for p in prompts]
+    results: dict[int, torch.Tensor] = {}
+
+    def run(i):
+        for _ in range(3):
+            results[i] = model.generate(input_ids=prompts[i], assistant_model=drafter, **MODE)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert all(torch.equal(results[i], plain[i]) for i in range(len(prompts)))

@@ -1,0 +1,142 @@
+"""Registering touches four names, is inert for other calls, survives JSON, and leaves no trace when undone."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter, tiny_target
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import utils as generation_utils
+
+import hybridspec_hf
+from hybridspec_hf import HybridSpecConfig, registration
+
+MODE = {"generation_mode": "hybridspec", "max_new_tokens": 9, "do_sample": False}
+
+
+@pytest.fixture
+def registered():
+    yield
+    hybridspec_hf.register()
+
+
+def names():
+    return (
+        {k: v for k, v in vars(GenerationConfig).items() if not k.startswith("__")},
+        dict(generation_utils.GENERATION_MODES_MAPPING),
+        {k: v for k, v in vars(GenerationMixin).items() if not k.startswith("__")},
+    )
+
+
+def test_unregister_leaves_no_trace_and_register_restores(registered):
+    on = names()
+    hybridspec_hf.register()
+    assert names() == on, "a second register changes nothing"
+    hybridspec_hf.unregister()
+    off = names()
+    hybridspec_hf.unregister()
+    assert names() == off
+    assert set(on[0]) - set(off[0]) == set(registration.OPTIONS)
+    assert set(on[1]) - set(off[1]) == {"hybridspec"}
+    assert set(on[2]) - set(off[2]) == {"_hybridspec_decoding"}
+    assert off[0]["get_generation_mode"].__module__.startswith("transformers")
+    model, ids = tiny_target(), torch.tensor([[1, 2, 3]])
+    model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    with pytest.raises(ValueError, match="generation_mode"):
+        model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, generation_mode="hybridspec")
+    hybridspec_hf.register()
+    assert names() == on
+
+
+def test_plain_generate_is_bit_identical_with_and_without(registered):
+    model, ids = tiny_target(), torch.tensor([[5, 6, 7, 8]])
+    kwargs = dict(input_ids=ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with_mode = model.generate(**kwargs)
+    model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, generation_mode="hybridspec")
+    again = model.generate(**kwargs)
+    hybridspec_hf.unregister()
+    without = model.generate(**kwargs)
+    for other in (again, without):
+        assert torch.equal(with_mode.sequences, other.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(with_mode.logits, other.logits, strict=True))
+
+
+def test_a_plain_config_stays_clean():
+    assert not set(GenerationConfig().to_dict()) & set(registration.OPTIONS)
+
+
+@pytest.mark.parametrize("value", [HybridSpecConfig(policy="static:4"), {"policy": "static:4"}])
+def test_generation_config_object_and_json_round_trip(tmp_path, value):
+    model = tiny_target()
+    drafter, ids = tiny_drafter(model), torch.tensor([[5, 6, 7, 8]])
+    config = GenerationConfig(
+        max_new_tokens=12, do_sample=False, generation_mode="hybridspec", hybridspec_config=value,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    for cfg in (config, loaded, copy.deepcopy(config)):
+        out = model.generate(input_ids=ids, assistant_model=drafter, generation_config=cfg)
+        assert out.report.policy == "static:4" and set(out.report.nominal_lengths) == {4}
+    model.generation_config = loaded
+    out = model.generate(input_ids=ids, assistant_model=drafter)
+    assert out.report.policy == "static:4"
+    plain_config = GenerationConfig(max_new_tokens=12, do_sample=False)
+    options = {"generation_mode": None, "hybridspec_config": None}
+    plain = model.generate(input_ids=ids, generation_config=plain_config, **options)
+    assert type(plain) is GenerateDecoderOnlyOutput and torch.equal(out.sequences, plain.sequences)
+
+
+def test_nothing_sits_on_the_model():
+    model = tiny_target()
+    drafter, ids = tiny_drafter(model), torch.tensor([[5, 6, 7, 8]])
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    config = model.config.to_json_string()
+    model.generate(
+        input_ids=ids, assistant_model=drafter, generation_mode="hybridspec", max_new_tokens=9, do_sample=False
+    )
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys(), name
+        assert "forward" not in vars(module)
+        hooks = [len(vars(module)[key]) for key in ("_forward_hooks", "_forward_pre_hooks")]
+        assert hooks == [0, 0], name
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.config.to_json_string() == config
+    pickle.loads(pickle.dumps(model))
+    copy.deepcopy(model)
+
+
+def test_release_and_garbage_collection_free_the_engine():
+    model = tiny_target()
+    drafter, ids = tiny_drafter(model), torch.tensor([[5, 6, 7, 8]])
+    options = dict(
+        input_ids=ids, assistant_model=drafter, generation_mode="hybridspec", max_new_tokens=9, do_sample=False
+    )
+    first = model.generate(**options)
+    engine = hybridspec_hf.engine.get_engine(model, drafter)
+    cache = weakref.ref(engine._idle.cache)
+    assert engine.cost is not None
+    del engine
+    hybridspec_hf.release(model)
+    gc.collect()
+    assert cache() is None
+    hybridspec_hf.release(model)
+    assert torch.equal(model.generate(**options), first)
+    known, known_drafter = weakref.ref(model), weakref.ref(drafter)
+    del model, options, drafter
+    gc.collect()
+    assert known() is None and known_drafter() is None
+
+
+def test_engine_follows_the_model_to_another_dtype():
+    model = tiny_target()
+    drafter, ids = tiny_drafter(model), torch.tensor([[5, 6, 7, 8]])
+    options = dict(input_ids=ids, **MODE)
+    model.generate(**options, assistant_model=drafter)
+    model, drafter = model.to(torch.bfloat16), drafter.to(torch.bfloat16)
+    assert model.generate(**options, assistant_model=drafter).shape == (1, 13)
