@@ -1,7 +1,7 @@
 """Write the chat part of the tiny pair's corpus with a small teacher model, then pack it (see scripts/data/README.md).
 
-    python scripts/make_tiny_corpus.py write --teacher FOLDER --out worker_0.jsonl.xz --minutes 3 --seed 0
-    python scripts/make_tiny_corpus.py pack worker_*.jsonl.xz --out scripts/data/chat.jsonl.xz
+python scripts/make_tiny_corpus.py write --teacher FOLDER --out worker_0.jsonl.xz --minutes 3 --seed 0
+python scripts/make_tiny_corpus.py pack worker_*.jsonl.xz --out scripts/data/chat.jsonl.xz
 """
 
 import argparse
@@ -37,7 +37,11 @@ def pack(args: argparse.Namespace) -> dict[str, object]:
     """Merge, shuffle, cap and compress."""
     rows = corpus.pack(args.workers, args.max_chars)
     corpus.write_rows(args.out, rows)
-    return {"rows": len(rows), "categories": Counter(row["category"] for row in rows), "bytes": args.out.stat().st_size}
+    return {
+        "rows": len(rows),
+        "categories": Counter(row["category"] for row in rows),
+        "bytes": args.out.stat().st_size,
+    }
 
 
 def main() -> None:

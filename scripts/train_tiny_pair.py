@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the minutes of every phase")
     parser.add_argument("--max-steps", type=int, help="limit the steps of every phase (for a quick check)")
     parser.add_argument("--tokens-per-batch", type=int, default=32768)
-    parser.add_argument("--answer-batch", type=int, default=1024)
+    parser.add_argument("--answer-batch", type=int, default=2048)
     parser.add_argument("--per-category", type=int, default=40)
     args = parser.parse_args()
     run = PairRun(

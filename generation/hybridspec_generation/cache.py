@@ -34,6 +34,7 @@ class CacheShape:
 
     @property
     def state_dtype(self) -> torch.dtype:
+        """Of recurrent states and compact factors."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 

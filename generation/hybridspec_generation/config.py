@@ -1,6 +1,7 @@
 """HybridSpecConfig: the length policy and its calibrated tables, JSON in and out, all checks."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,10 +18,16 @@ Table = TypeVar("Table", bound="_Table")
 
 
 class _Table:
-    """A frozen dataclass of numbers that travels as JSON: lists become tuples, unknown keys raise."""
+    """A frozen dataclass of numbers that travels as JSON: lists become tuples, unknown keys and NaN raise."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            if not _finite(getattr(self, f.name)):
+                raise ValueError(f"{type(self).__name__}.{f.name} must hold finite numbers only. Calibrate again.")
 
     @classmethod
     def from_dict(cls: type[Table], values: dict[str, Any]) -> Table:
+        """The table from JSON types; unknown keys raise ValueError."""
         known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
         unknown = sorted(set(values) - known)
         if unknown:
@@ -29,6 +36,12 @@ class _Table:
                 "The file may come from a newer version of hybridspec_hf: update, or remove these keys."
             )
         return cls(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_finite(v) for v in value)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _tuples(value: Any) -> Any:
@@ -53,6 +66,7 @@ class AcceptanceTable(_Table):
     source: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         sizes = {len(row) for row in (*self.confidence_knots, *self.acceptance_knots)}
         if len(self.confidence_knots) != len(self.acceptance_knots) or len(sizes) != 1 or min(sizes) < 2:
             raise ValueError(
@@ -64,6 +78,7 @@ class AcceptanceTable(_Table):
 
     @property
     def num_draft_tokens(self) -> int:
+        """D, the draft tokens of a block."""
         return len(self.confidence_knots)
 
 
@@ -86,6 +101,7 @@ class CostTable(_Table):
     source: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.target_cost) < 3 or min(self.target_cost[2:]) < 0 or self.fixed_cost < 0:
             raise ValueError(
                 f"target_cost needs W+1 >= 3 non-negative seconds (index = length) and fixed_cost >= 0, got "
@@ -111,6 +127,7 @@ class ExpertTable(_Table):
     source: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         widths = {len(row) for row in self.mean_new_pairs_given}
         if len(self.mean_new_pairs_given) != len(self.mean_new_pairs) or widths != {self.top_k + 1}:
             raise ValueError(

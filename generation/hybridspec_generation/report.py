@@ -43,6 +43,7 @@ class DecodeReport:
 
     @property
     def rounds(self) -> int:
+        """Verification rounds."""
         return len(self.emitted)
 
     @property
@@ -52,6 +53,7 @@ class DecodeReport:
 
     @property
     def mean_verify_length(self) -> float:
+        """Tokens verified per round."""
         return sum(self.verify_lengths) / max(self.rounds, 1)
 
     @property

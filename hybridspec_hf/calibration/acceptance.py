@@ -49,6 +49,40 @@ def fit_acceptance_table(rounds: CaptureRounds, source: str) -> AcceptanceTable:
     )
 
 
+def acceptance_quality(rounds: CaptureRounds, table: AcceptanceTable) -> dict[str, float]:
+    """How well raw confidence and the table predict acceptance on (held-out) rounds, over all reached positions.
+
+    Returns:
+        `auc_confidence`, `auc_table`: area under the ROC curve. `ece_confidence`, `ece_table`: expected calibration
+        error over 10 equal bins. `acceptance_length`: mean tokens emitted per round.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    reached, labels = reached_positions(rounds)
+    parts = (
+        torch.tensor(part, dtype=torch.float64)
+        for part in (table.confidence_knots, table.acceptance_knots, table.weights)
+    )
+    knots, values, weights = parts
+    fitted = torch.stack([
+        conditional_acceptance_ref(c.double(), h.double(), knots, values, weights)
+        for c, h in zip(rounds.confidence, rounds.entropy, strict=True)
+    ])  # fmt: skip
+    truth = labels[reached].double()
+    quality = {"acceptance_length": float(rounds.accepted.double().mean()) + 1}
+    for name, scores in (("confidence", rounds.confidence.double()[reached]), ("table", fitted[reached])):
+        quality[f"auc_{name}"] = float(roc_auc_score(truth.numpy(), scores.numpy()))
+        quality[f"ece_{name}"] = calibration_error(scores, truth)
+    return {name: round(value, 4) for name, value in quality.items()}
+
+
+def calibration_error(scores: torch.Tensor, truth: torch.Tensor, bins: int = 10) -> float:
+    """Expected calibration error of `scores` `[n]` in [0, 1] against 0/1 `truth` `[n]`, over equal-width bins."""
+    index = (scores * bins).long().clamp(0, bins - 1)
+    gaps = [((scores - truth)[index == b]).sum().abs() for b in range(bins)]
+    return float(torch.stack(gaps).sum() / len(scores))
+
+
 def reached_positions(rounds: CaptureRounds) -> tuple[torch.Tensor, torch.Tensor]:
     """`[N, D]` each: whether position i was reached (A >= i - 1), and whether it was accepted (A >= i)."""
     position = torch.arange(1, rounds.confidence.shape[1] + 1)

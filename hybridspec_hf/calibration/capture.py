@@ -79,7 +79,8 @@ def open_round(
     engine = get_engine(model, drafter)
     target, buffers = engine.target, engine.borrow(drafter, input_ids.shape[1] + budget)
     bound = engine.bind(drafter, buffers)
-    kwargs = {"cache": DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    cache = DynamicCache(config=model.config.get_text_config())
+    kwargs = {"cache": cache, "use_cache": True, "logits_to_keep": 1}
     anchor = prefill(model, input_ids, model.generation_config, kwargs, target, buffers.cache, bound)
     state = RoundState(
         block=buffers.cache.block,

@@ -41,3 +41,10 @@ def later_given(layer0: np.ndarray, later: np.ndarray, top_k: int) -> list[float
         float(cell.mean()) if len(cell) >= MIN_TOKENS else max(0.0, float(np.polyval(line, n)))
         for n, cell in enumerate(cells)
     ]
+
+
+def routing_correlation(rounds: CaptureRounds) -> float:
+    """Correlation of new Layer-0 with new later-layer experts over draft tokens, position means removed (D.1)."""
+    pairs = [x[:, 1:].numpy().astype(np.float64) for x in (rounds.new_layer0, rounds.new_later)]
+    centred = [(x - x.mean(0)).ravel() for x in pairs]
+    return float(np.corrcoef(*centred)[0, 1])

@@ -94,6 +94,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -26,10 +26,19 @@ def selection_tables(
     Args:
         config: an adaptive policy. engine: holds the pair's measured cost.
         r: a prefilled round, and text `[T]`, int64, of its prompt, to measure on.
+
+    Raises:
+        ValueError: if a given table belongs to another target or block size.
     """
     block, target = r.state.block, engine.target
     acceptance = config.acceptance or fit_acceptance(default_tables()[0], block)
     experts = config.experts or fit_experts(default_tables()[1], block, target.top_k, target.num_moe_layers)
+    if (experts.top_k, experts.num_moe_layers) != (target.top_k, target.num_moe_layers):
+        raise ValueError(
+            f"The experts table was counted on a target with top_k={experts.top_k} and {experts.num_moe_layers} MoE "
+            f"layers, this one has top_k={target.top_k} and {target.num_moe_layers}. Calibrate on this target, or "
+            "leave experts out to use the shipped default."
+        )
     cost = config.cost or measured_cost(engine, r, text)
     throughput = config.throughput or pooled_throughput(acceptance, cost)
     for name, given, table in (("acceptance", config.acceptance, acceptance), ("experts", config.experts, experts)):

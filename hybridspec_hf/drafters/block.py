@@ -8,6 +8,7 @@ from torch import Tensor
 from hybridspec_generation.protocols import Draft
 
 from .dflash import DFlashDrafter
+from .visibility import block_mask
 
 
 class DraftContext(NamedTuple):
@@ -69,10 +70,10 @@ class BlockDrafter:
         positions = length + self.slots[: self.block_size]
         hidden = self.embed_tokens(torch.cat([anchor, self.masks]))[None].to(self.keys.dtype)
         rotary = self.drafter.rotary(positions[None])
+        masks = {rule: block_mask(rule, positions, self.slots, length) for rule in set(self.drafter.rules)}
         for i, layer in enumerate(self.drafter.layers):
             keys, values = layer.project_block(hidden, rotary)
             self.keys[i].index_copy_(2, positions, keys)
             self.values[i].index_copy_(2, positions, values)
-            mask = self.drafter.block_mask(i, positions, self.slots, length)
-            hidden = layer(hidden, rotary, self.keys[i], self.values[i], mask)
+            hidden = layer(hidden, rotary, self.keys[i], self.values[i], masks[self.drafter.rules[i]])
         return self.drafter.norm(hidden)

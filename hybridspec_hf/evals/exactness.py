@@ -56,6 +56,7 @@ class PolicyResult:
     divergences: tuple[Divergence, ...]
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON types."""
         return asdict(self)
 
 

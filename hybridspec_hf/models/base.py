@@ -53,7 +53,7 @@ class SplitTarget:
         self.layers = text.layers[: config.num_hidden_layers]
         self.norm, self.embed_tokens = text.norm, text.embed_tokens
         self.rotary_emb: Any = text.rotary_emb
-        self.lm_head = model.lm_head
+        self.lm_head: Any = model.lm_head
         self.feature_layers = feature_layers
         self.hidden_size: int = config.hidden_size
         self.layer_types: list[str] = list(config.layer_types)

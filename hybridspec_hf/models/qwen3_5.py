@@ -19,6 +19,7 @@ class Qwen3_5Target(SplitTarget):
     apply_rotary = staticmethod(apply_rotary_pos_emb)
 
     def project_gdn(self, module: Any, hidden_states: Tensor) -> GDNInputs:
+        """`[w, H]` -> the layer's projections."""
         return GDNInputs(
             module.in_proj_qkv(hidden_states),
             module.in_proj_z(hidden_states),

@@ -19,6 +19,7 @@ class Qwen3NextTarget(SplitTarget):
     apply_rotary = staticmethod(apply_rotary_pos_emb)
 
     def project_gdn(self, module: Any, hidden_states: Tensor) -> GDNInputs:
+        """`[w, H]` -> the layer's projections."""
         w = len(hidden_states)
         query, key, value, z, b, a = module.fix_query_key_value_ordering(
             module.in_proj_qkvz(hidden_states[None]), module.in_proj_ba(hidden_states[None])

@@ -8,18 +8,22 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridspec_hf.training.slots import _words, split_items
+from hybridspec_hf.training.slots import entries, split_items
 
-# singular, plural and the numeric attributes of the things that composed functions work on
-THINGS = [tuple(entry.split("/")) for entry in _words("""order/orders, product/products, student/students, book/books,
-city/cities, player/players, message/messages, task/tasks, city block/city blocks, invoice/invoices, movie/movies,
-recipe/recipes, sensor/sensors, ticket/tickets, user/users, song/songs, file/files, event/events, account/accounts,
-flight/flights, hotel/hotels, animal/animals, planet/planets, team/teams, lesson/lessons, garden/gardens, truck/trucks,
-patient/patients, photo/photos, vote/votes, river/rivers, tree/trees, game/games, letter/letters, route/routes,
-battery/batteries, candle/candles, printer/printers, window/windows, worker/workers, server/servers, coin/coins,
-meal/meals, package/packages, shop/shops, train/trains, camera/cameras, engine/engines""")]  # fmt: skip
-FIELDS = _words("""price, weight, size, score, age, length, height, rating, cost, speed, distance, duration, level, year,
-count, amount, width, priority, volume, balance, depth, rank, power, temperature, points, delay, total, area""")
+# singular and plural of the things that composed functions work on, then their numeric attributes
+THINGS = entries("""
+    order/orders, product/products, student/students, book/books, city/cities, player/players, message/messages,
+    task/tasks, city block/city blocks, invoice/invoices, movie/movies, recipe/recipes, sensor/sensors,
+    ticket/tickets, user/users, song/songs, file/files, event/events, account/accounts, flight/flights,
+    hotel/hotels, animal/animals, planet/planets, team/teams, lesson/lessons, garden/gardens, truck/trucks,
+    patient/patients, photo/photos, vote/votes, river/rivers, tree/trees, game/games, letter/letters, route/routes,
+    battery/batteries, candle/candles, printer/printers, window/windows, worker/workers, server/servers, coin/coins,
+    meal/meals, package/packages, shop/shops, train/trains, camera/cameras, engine/engines
+""")
+FIELDS = entries("""
+    price, weight, size, score, age, length, height, rating, cost, speed, distance, duration, level, year, count,
+    amount, width, priority, volume, balance, depth, rank, power, temperature, points, delay, total, area
+""")
 TESTS = [
     ("greater than {n}", "> {n}"),
     ("less than {n}", "< {n}"),
@@ -89,16 +93,21 @@ def _sort(rng: random.Random, one: str, many: str, field: str) -> tuple[str, str
     goal = f"returns the {n} {many} with the {word} {field}"
     one, many = _name(one), _name(many)
     text = f'def top_{many}({many}, n={n}):\n    """Return the n {many} with the {word} {field}."""\n'
-    text += f'    ordered = sorted({many}, key=lambda {one}: {one}["{field}"], reverse={flag})\n    return ordered[:n]\n'
+    text += (
+        f'    ordered = sorted({many}, key=lambda {one}: {one}["{field}"], reverse={flag})\n    return ordered[:n]\n'
+    )
     return goal, text
 
 
 def _klass(rng: random.Random, one: str, many: str, field: str) -> tuple[str, str]:
     other, n = rng.choice([f for f in FIELDS if f != field]), rng.randint(2, 50)
-    goal = f"builds a class for a {one} with the attributes `{field}` and `{other}` and a method that adds {n} to its {field}"
+    goal = f"builds a class for a {one} with the attributes `{field}` and `{other}` "
+    goal += f"and a method that adds {n} to its {field}"
     name = "".join(part.capitalize() for part in one.split())
     text = f'class {name}:\n    """A {one} with {field} and {other}."""\n\n    def __init__(self, {field}, {other}):\n'
-    text += f"        self.{field} = {field}\n        self.{other} = {other}\n\n    def add_{field}(self, amount={n}):\n"
+    text += (
+        f"        self.{field} = {field}\n        self.{other} = {other}\n\n    def add_{field}(self, amount={n}):\n"
+    )
     text += f'        """Add an amount to the {field} and return it."""\n        self.{field} += amount\n'
     return goal, text + f"        return self.{field}\n"
 
@@ -112,6 +121,7 @@ def _average(rng: random.Random, one: str, many: str, field: str) -> tuple[str, 
     return goal, text + f'        total += {one}["{field}"]\n    return total / len({many})\n'
 
 
+LIBRARY_PROMPT = "Write the Python function `"
 TASKS = [_filter_fields, _filter_fields, _best, _group, _sort, _klass, _average]
 ASKS = [
     "Write a Python function that {}.",
@@ -125,7 +135,7 @@ REPLIES = ["", "Here is the code:\n\n", "Sure, here it is:\n\n", "This does what
 
 def code_row(rng: random.Random, split: str) -> dict[str, str]:
     """One composed task with its code: {"category", "split", "prompt", "answer"}."""
-    one, many = rng.choice(split_items(THINGS, split))  # type: ignore[type-var]
+    one, many = rng.choice(split_items(THINGS, split)).split("/")
     goal, code = rng.choice(TASKS)(rng, one, many, rng.choice(FIELDS))
     answer = f"{rng.choice(REPLIES)}```python\n{code}```"
     return {"category": "coding", "split": split, "prompt": rng.choice(ASKS).format(goal), "answer": answer}
@@ -163,6 +173,6 @@ def _library_row(module: str, node: ast.FunctionDef, lines: list[str]) -> dict[s
     if not (20 <= len(summary) <= 160 and 80 <= len(code) <= 700 and (code + summary).isascii()):
         return None
     held_out = hashlib.md5(f"{module}.{node.name}".encode()).digest()[0] < 12
-    prompt = f"Write the Python function `{node.name}({ast.unparse(node.args)})` of the module `{module}`. {summary}"
+    prompt = f"{LIBRARY_PROMPT}{node.name}({ast.unparse(node.args)})` of the module `{module}`. {summary}"
     answer = f"```python\n{code}\n```"
     return {"category": "coding", "split": "test" if held_out else "train", "prompt": prompt, "answer": answer}

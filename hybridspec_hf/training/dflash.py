@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridspec_hf.drafters.dflash import DFlashConfig, DFlashDrafter
-from hybridspec_hf.training.loop import Budget, TrainLog, autocast, run_steps
+from hybridspec_hf.training.loop import Budget, TrainLog, adamw, autocast, run_steps
 from hybridspec_hf.training.onpolicy import Answered
 
 # early positions decide whether later ones count at all
@@ -121,12 +121,14 @@ class DraftData:
         column = torch.arange(int(lengths.max()), device=rows.device)
         return (self.starts[rows][:, None] + column).clamp_max(len(self.ids) - 1), lengths
 
-    def batches(self, anchors: int, seed: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+    def batches(
+        self, anchors: int, seed: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Endless (ids `[B, L]`, features `[B, L, A*H]`, lengths `[B]`, anchors `[B, N]`) of rows with
         index % 50 in start..stop-1 (rows are sorted by length, so every fiftieth is a fair sample)."""
         rng = random.Random(seed)
         stop = 50 if stop is None else stop
-        kept = [i for i in range(len(self.lengths)) if start <= i % 50 < stop]
+        kept = [i for i in range(len(self.lengths)) if start <= i % 50 < stop] or list(range(len(self.lengths)))
         sizes = self.lengths.tolist()
         generator = torch.Generator(device=self.ids.device).manual_seed(seed)
         while True:
@@ -147,7 +149,7 @@ class DraftData:
 
 @torch.no_grad()
 def teacher_forced_al(target: Any, drafter: DFlashDrafter, data: DraftData, batches: int = 2) -> float:
-    """Mean tokens a round would emit at random anchors of held-back answers (rounds in decoding start at harder ones)."""
+    """Mean tokens a round emits at random anchors of held-back answers; rounds in decoding start at harder ones."""
     total, count = 0.0, 0
     for i, (ids, features, lengths, anchors) in enumerate(data.batches(8, seed=7, start=49)):
         if i == batches:
@@ -172,10 +174,7 @@ def train_drafter(
     size = drafter.config.block_size
     assert size is not None
     weight = torch.exp(-torch.arange(size - 1, device=target.device) / DECAY)
-    decay = [p for p in drafter.parameters() if p.dim() >= 2]
-    plain = [p for p in drafter.parameters() if p.dim() < 2]
-    groups = [{"params": decay, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=target.device.type == "cuda")
+    optimizer = adamw(drafter, lr, weight_decay=0.05)
 
     def step(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         ids, features, lengths, chosen = batch
@@ -184,6 +183,7 @@ def train_drafter(
             logits = propose(target, drafter, ids, features, chosen)
         nll = F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten(), reduction="none").view_as(labels)
         loss = (nll * valid * weight).sum() / (valid * weight).sum().clamp_min(1)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         return loss.detach()
 

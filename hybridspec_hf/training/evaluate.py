@@ -77,7 +77,7 @@ def area_under_curve(score: Tensor, label: Tensor) -> float:
     rank = (counts.cumsum(0) - (counts - 1) / 2.0)[index]
     positives, negatives = label.sum().item(), (~label).sum().item()
     if not positives or not negatives:
-        return float("nan")
+        return 0.5
     return float((rank[label].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
@@ -114,9 +114,11 @@ def evaluate_pair(
     target: Any, drafter: Any, tokenizer: Any, rows: list[Row], max_new_tokens: int = 256
 ) -> tuple[dict[str, Any], Answered]:
     """The numbers of the pair on held-out prompts, and the answers they are measured on."""
-    answered = greedy_answers(target, tokenizer, encode_prompts(tokenizer, [row["prompt"] for row in rows]), max_new_tokens)
+    answered = greedy_answers(
+        target, tokenizer, encode_prompts(tokenizer, [row["prompt"] for row in rows]), max_new_tokens
+    )
     rounds = simulate_rounds(target, drafter, answered)
-    looping = torch.tensor([loops(a) for a in answered.answers])
+    looping = torch.tensor(loops(answered.answers))
     ended = torch.tensor([a[-1] == tokenizer.eos_token_id for a in answered.answers])
     sizes = torch.tensor([len(a) for a in answered.answers]).float()
     categories: dict[str, dict[str, float]] = {}
@@ -131,11 +133,14 @@ def evaluate_pair(
         }
     first, later = routing_novelty(target, answered, rounds)
     calm = ~looping[rounds.prompt]
-    by_depth = [rounds.accepted[rounds.depth == d].float().mean().item() for d in range(1, drafter.config.block_size)]
+    by_depth = [
+        rounds.accepted[rounds.depth == d].float().mean().nan_to_num().item()
+        for d in range(1, drafter.config.block_size)
+    ]
     numbers = {
         "prompts": len(rows),
         "al": rounds.emitted.float().mean().item(),
-        "al_without_loops": rounds.emitted[calm].float().mean().item(),
+        "al_without_loops": rounds.emitted[calm].float().mean().nan_to_num().item(),
         "al_mean_of_categories": sum(c["al"] for c in categories.values()) / len(categories),
         "loops": looping.float().mean().item(),
         "ended": ended.float().mean().item(),

@@ -1,83 +1,82 @@
 """What both trainings share: documents in length buckets, a time budget, a log, checkpoints and the step loop."""
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# padded lengths: few, so that few graphs are captured, and multiples of the chunk of the gated delta rule
+WIDTHS = (64, 128, 192, 256, 320, 384, 448, 704)
+
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast on CUDA; plain fp32 elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+    """bf16 autocast on CUDA, plain fp32 elsewhere; no weight cache, which a CUDA graph could not keep."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
 
 
-@dataclass
 class Documents:
     """Token documents with a loss weight per token, served as right-padded batches of similar length.
 
     Args:
         ids, weights: per document, equally long.
         tokens_per_batch: rows x padded length of a batch, at most.
-        multiple: lengths are padded up to a multiple of this.
     """
 
-    ids: list[list[int]]
-    weights: list[list[float]]
-    tokens_per_batch: int = 32768
-    multiple: int = 32
-    _tensors: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, ids: list[list[int]], weights: list[list[float]], tokens_per_batch: int = 32768) -> None:
+        self.tokens_per_batch = tokens_per_batch
+        self.lengths = torch.tensor([len(x) for x in ids])
+        self.starts = self.lengths.cumsum(0) - self.lengths
+        self.ids = torch.tensor([i for x in ids for i in x], dtype=torch.int16)
+        self.weights = torch.tensor([w for x in weights for w in x], dtype=torch.float16)
+        self.buckets: dict[int, list[int]] = {}
+        for i, length in enumerate(self.lengths.tolist()):
+            self.buckets.setdefault(next(w for w in WIDTHS if length <= w), []).append(i)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return len(self.ids)
 
     def batches(self, device: torch.device, seed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless shuffled epochs of (ids `[B, T]`, weights `[B, T]`), or one epoch in fixed order if seed is None."""
+        """Endless shuffled epochs of (ids `[B, T]`, weights `[B, T]`), or one epoch in fixed order if seed is None.
+
+        Every batch of a bucket has the same shape; the last one is filled up with other documents of the bucket.
+        """
         rng = random.Random(seed)
+        columns = [tensor.to(device) for tensor in (self.starts, self.lengths, self.ids, self.weights)]
         while True:
-            for rows in self._epoch(rng if seed is not None else random.Random(0)):
-                yield self._batch(rows, device)
+            for width, rows in self._epoch(rng if seed is not None else random.Random(0)):
+                yield self._batch(torch.tensor(rows, device=device), width, columns)
             if seed is None:
                 return
 
-    def _epoch(self, rng: random.Random) -> list[list[int]]:
-        buckets: dict[int, list[int]] = {}
-        for i in rng.sample(range(len(self.ids)), len(self.ids)):
-            buckets.setdefault(-(-len(self.ids[i]) // self.multiple) * self.multiple, []).append(i)
+    def _epoch(self, rng: random.Random) -> list[tuple[int, list[int]]]:
         batches = []
-        for length, rows in buckets.items():
-            size = max(1, self.tokens_per_batch // length)
-            batches += [rows[i : i + size] for i in range(0, len(rows), size)]
-        # a batch much smaller than the others would be a noisy step
-        full = [b for b in batches if 2 * len(b) * len(self.ids[b[0]]) >= self.tokens_per_batch] or batches
-        rng.shuffle(full)
-        return full
+        for width, kept in self.buckets.items():
+            size = max(1, self.tokens_per_batch // width)
+            rows = rng.sample(kept, len(kept))
+            rows += rng.choices(kept, k=-len(rows) % size)
+            batches += [(width, rows[i : i + size]) for i in range(0, len(rows), size)]
+        rng.shuffle(batches)
+        return batches
 
-    def _batch(self, rows: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        if not self._tensors:
-            self._tensors = self._flatten()
-        starts, lengths = self._tensors["starts"][rows], self._tensors["lengths"][rows]
-        width = -(-int(lengths.max()) // self.multiple) * self.multiple
-        column = torch.arange(width)
-        inside = column < lengths[:, None]
-        index = (starts[:, None] + column).clamp_max(len(self._tensors["ids"]) - 1)
-        ids = self._tensors["ids"][index].long() * inside
-        weights = self._tensors["weights"][index].float() * inside
-        if device.type == "cuda":
-            ids, weights = ids.pin_memory(), weights.pin_memory()
-        return ids.to(device, non_blocking=True), weights.to(device, non_blocking=True)
-
-    def _flatten(self) -> dict[str, Tensor]:
-        lengths = torch.tensor([len(x) for x in self.ids])
-        return {
-            "ids": torch.tensor([i for x in self.ids for i in x], dtype=torch.int32),
-            "weights": torch.tensor([w for x in self.weights for w in x], dtype=torch.float16),
-            "lengths": lengths,
-            "starts": lengths.cumsum(0) - lengths,
-        }
+    def _batch(self, rows: Tensor, width: int, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+        starts, lengths, ids, weights = columns
+        column = torch.arange(width, device=rows.device)
+        inside = column < lengths[rows][:, None]
+        index = (starts[rows][:, None] + column).clamp_max(len(ids) - 1)
+        return ids[index].long() * inside, weights[index].float() * inside
 
 
 @dataclass
@@ -107,7 +106,7 @@ def learning_rate(peak: float, fraction: float, warmup: float = 0.03) -> float:
     """Linear warm-up, then cosine down to 2 % of the peak, over the fraction of the budget."""
     if fraction < warmup:
         return peak * max(fraction / warmup, 0.02)
-    cosine = 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * min(1.0, (fraction - warmup) / (1 - warmup))))))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - warmup) / (1 - warmup))))
     return peak * (0.02 + 0.98 * cosine)
 
 
@@ -130,10 +129,21 @@ class TrainLog:
 
     def write(self, **values: Any) -> None:
         """Append one line."""
-        line = json.dumps({"phase": self.phase, **values})
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+        line = json.dumps({"phase": self.phase, **rounded})
         print(line, flush=True)
         with open(self.folder / "log.jsonl", "a") as file:
             file.write(line + "\n")
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=parameters[0].device.type == "cuda")
 
 
 def run_steps(
@@ -148,37 +158,33 @@ def run_steps(
     """Optimise until the budget is spent; resumes from, and keeps, `<phase>.pt` in the log's folder.
 
     Args:
-        step: forward and backward of one batch; returns the value to log, on the device.
+        step: leaves a batch's gradients in the parameters and returns the value to log, on the device.
     """
     path = log.folder / f"{log.phase}.pt"
+    peaks = [group["lr"] for group in optimizer.param_groups]
     if path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         budget.spent, budget.steps = saved["spent"], saved["steps"]
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    if path.exists():
-        peaks = saved["peaks"]
     last_saved, loss = time.monotonic(), torch.zeros(())
     while not budget.done():
-        fraction = budget.fraction()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = learning_rate(peak, fraction)
+            group["lr"] = learning_rate(peak, budget.fraction())
         loss = step(next(batches))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         budget.steps += 1
         if log.due():
-            log.write(step=budget.steps, seconds=round(budget.spent, 1), loss=loss.item(), validation=validate())
+            log.write(step=budget.steps, seconds=budget.spent, loss=loss.item(), validation=validate())
         if time.monotonic() - last_saved > 60:
-            _save(path, model, optimizer, budget, peaks)
+            _save(path, model, optimizer, budget)
             last_saved = time.monotonic()
-    _save(path, model, optimizer, budget, peaks)
-    log.write(step=budget.steps, seconds=round(budget.spent, 1), loss=loss.item(), validation=validate())
+    _save(path, model, optimizer, budget)
+    log.write(step=budget.steps, seconds=budget.spent, loss=loss.item(), validation=validate())
 
 
-def _save(path: Path, model: nn.Module, optimizer: Any, budget: Budget, peaks: list[float]) -> None:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "peaks": peaks}
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, budget: Budget) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state | {"spent": budget.spent, "steps": budget.steps}, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)

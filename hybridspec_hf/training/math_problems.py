@@ -3,17 +3,25 @@
 import random
 from collections.abc import Callable
 
-from hybridspec_hf.training.slots import NAMES, _words, split_items
+from hybridspec_hf.training.slots import NAMES, entries, split_items
 
-GOODS = _words("""apples, pencils, books, cookies, stamps, marbles, flowers, tickets, bottles, eggs, oranges, stickers, candles,
-shells, cards, balloons, cups, hats, coins, muffins, toy cars, bananas, buttons, plates, ribbons, lemons, notebooks, peaches,
-sandwiches, beads, socks, spoons, plants, photos, maps, postcards, crayons, keys, sweets, chairs, lamps, pears, baskets, kites,
-ropes, boxes of tea, jars of honey, paint brushes""")
-BOXES = _words("""boxes, bags, baskets, shelves, drawers, crates, rows, trays, jars, packs, rooms, tables, carts, bins, trucks""")
-SHOPS = _words("""a market, a bakery, a small shop, a school fair, a garden center, a toy store, a farm, a museum shop, a cafe,
-a bookstore, a flea market, a harbor stand, a train station kiosk, a village store""")
-TRIPS = _words("""bus, train, bicycle, boat, car, truck, ferry, scooter, horse, tram, van, balloon, canoe, sled""")
-DAYS = _words("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+GOODS = entries("""
+    apples, pencils, books, cookies, stamps, marbles, flowers, tickets, bottles, eggs, oranges, stickers, candles,
+    shells, cards, balloons, cups, hats, coins, muffins, toy cars, bananas, buttons, plates, ribbons, lemons,
+    notebooks, peaches, sandwiches, beads, socks, spoons, plants, photos, maps, postcards, crayons, keys, sweets,
+    chairs, lamps, pears, baskets, kites, ropes, boxes of tea, jars of honey, paint brushes
+""")
+BOXES = entries("""
+    boxes, bags, baskets, shelves, drawers, crates, rows, trays, jars, packs, rooms, tables, carts, bins, trucks
+""")
+SHOPS = entries("""
+    a market, a bakery, a small shop, a school fair, a garden center, a toy store, a farm, a museum shop, a cafe, a
+    bookstore, a flea market, a harbor stand, a train station kiosk, a village store
+""")
+TRIPS = entries("""
+    bus, train, bicycle, boat, car, truck, ferry, scooter, horse, tram, van, balloon, canoe, sled
+""")
+DAYS = entries("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
 
 Pick = Callable[[list[str]], str]
 
@@ -63,8 +71,8 @@ def _packing(rng: random.Random, pick: Pick) -> tuple[str, str]:
     total = n * each + extra
     question = rng.choice(
         [
-            f"There are {n} {boxes} with {each} {goods} in each. {name} brings {extra} more {goods} and then takes away "
-            f"{sold}. How many {goods} are there now?",
+            f"There are {n} {boxes} with {each} {goods} in each. {name} brings {extra} more {goods} and then takes "
+            f"away {sold}. How many {goods} are there now?",
             f"{name} fills {n} {boxes} with {each} {goods} each. Later {extra} {goods} are added and {sold} are given "
             f"away. How many {goods} are there in the end?",
         ]
@@ -100,7 +108,8 @@ def _ages(rng: random.Random, pick: Pick) -> tuple[str, str]:
     name, other, age, gap, years = pick(NAMES), pick(NAMES), rng.randint(5, 30), rng.randint(2, 12), rng.randint(2, 10)
     later = age + gap + years
     question = (
-        f"{name} is {age} years old. {other} is {gap} years older than {name}. How old will {other} be in {years} years?"
+        f"{name} is {age} years old. {other} is {gap} years older than {name}. "
+        f"How old will {other} be in {years} years?"
     )
     answer = (
         f"{other} is {age} + {gap} = {age + gap} years old now. In {years} years {other} will be "
@@ -115,7 +124,8 @@ def _week(rng: random.Random, pick: Pick) -> tuple[str, str]:
     word = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}[times]
     question = rng.choice(
         [
-            f"{name} sold {a} {goods} on {first} and {word} as many on {second}. How many {goods} did {name} sell in all?",
+            f"{name} sold {a} {goods} on {first} and {word} as many on {second}. "
+            f"How many {goods} did {name} sell in all?",
             f"On {first} {name} counted {a} {goods}. On {second} there were {word} as many. How many is that on both "
             f"days together?",
         ]
@@ -152,7 +162,8 @@ def _saving(rng: random.Random, pick: Pick) -> tuple[str, str]:
     answer = (
         f"In {weeks} weeks {name} saves {weeks} * {week} = {weeks * week} dollars. "
         f"Together with the first {have} dollars that is {have} + {weeks * week} = {total}. "
-        f"After spending {spent}, {total} - {spent} = {total - spent} dollars are left.\nThe answer is {total - spent}."
+        f"After spending {spent}, {total} - {spent} = {total - spent} dollars are left.\n"
+        f"The answer is {total - spent}."
     )
     return question, answer
 
@@ -163,7 +174,8 @@ def _compare(rng: random.Random, pick: Pick) -> tuple[str, str]:
     question = rng.choice(
         [
             f"{name} has {a} {goods}. {other} has {more} more {goods} than {name}. How many do they have together?",
-            f"{other} collected {more} more {goods} than {name}, who collected {a}. How many {goods} are there in total?",
+            f"{other} collected {more} more {goods} than {name}, who collected {a}. "
+            f"How many {goods} are there in total?",
         ]
     )
     answer = (

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridspec_hf.training.code_tasks import code_row
+from hybridspec_hf.training.code_tasks import LIBRARY_PROMPT, code_row
 from hybridspec_hf.training.corpus import Row
-from hybridspec_hf.training.loop import Budget, Documents, TrainLog, autocast, run_steps
+from hybridspec_hf.training.loop import Budget, Documents, TrainLog, adamw, autocast, run_steps
 from hybridspec_hf.training.math_problems import math_row
-from hybridspec_hf.training.target import target_loss, use_dense_experts
+from hybridspec_hf.training.target import target_loss
 from hybridspec_hf.training.teacher import sample_prompt
 from hybridspec_hf.training.text import encode_prompts
 
@@ -57,16 +57,25 @@ def greedy_answers(
     return Answered(prompts, answers)
 
 
-def loops(tokens: list[int], longest_period: int = 40, least: int = 24) -> bool:
-    """Whether an answer repeats itself: one block again and again, or mostly 4-grams that were there before."""
-    for period in range(1, min(longest_period, len(tokens) // 3) + 1):
-        run = 0
-        for i in range(period, len(tokens)):
-            run = run + 1 if tokens[i] == tokens[i - period] else 0
-            if run >= max(2 * period, least):
-                return True
-    grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
-    return len(grams) >= 20 and len(set(grams)) < 0.5 * len(grams)
+def loops(answers: list[list[int]], longest_period: int = 40, least: int = 24) -> list[bool]:
+    """Which answers repeat themselves: one block again and again, or mostly 4-grams that were there before."""
+    lengths = torch.tensor([len(answer) for answer in answers])
+    width = int(lengths.max())
+    # [N, T]; padding differs from itself everywhere, so that it never repeats
+    x = torch.tensor([answer + list(range(-1, len(answer) - width - 1, -1)) for answer in answers])
+    found = torch.zeros(len(x), dtype=torch.bool)
+    for period in range(1, min(longest_period, width // 3) + 1):
+        count = (x[:, period:] == x[:, :-period]).long().cumsum(1)
+        restart = torch.where(x[:, period:] == x[:, :-period], 0, count).cummax(1).values
+        found |= (count - restart).amax(1) >= max(2 * period, least)
+    if width < 4:
+        return found.tolist()
+    grams = sum(x[:, i : width - 3 + i].clamp_min(0) << (15 * i) for i in range(4))
+    total = (lengths - 3).clamp_min(0)
+    inside = torch.arange(width - 3) < total[:, None]
+    grams = torch.where(inside, grams, -1 - torch.arange(width - 3)).sort(1).values
+    distinct = ((grams[:, 1:] != grams[:, :-1]) & (grams[:, 1:] >= 0)).sum(1) + (grams[:, 0] >= 0)
+    return (found | ((total >= 20) & (distinct < 0.5 * total))).tolist()
 
 
 def repeated(tokens: list[int]) -> list[int]:
@@ -81,11 +90,11 @@ def repeated(tokens: list[int]) -> list[int]:
 
 
 def prompt_stream(seed: int, rows: list[Row], split: str = "train") -> Iterator[Row]:
-    """Endless prompts of all categories, in about equal parts: fresh ones, and summarization and library prompts of rows."""
+    """Endless prompts of all categories in about equal parts; summarization and library prompts come from rows."""
     rng = random.Random(seed)
     fixed = {
         "summarization": [row for row in rows if row["category"] == "summarization"],
-        "library": [row for row in rows if row["prompt"].startswith("Write the Python function `")],
+        "library": [row for row in rows if row["prompt"].startswith(LIBRARY_PROMPT)],
     }
     makers: list[Callable[[], Row]] = [lambda: sample_prompt(rng, split)] * 3
     makers += [lambda: math_row(rng, split), lambda: code_row(rng, split)]
@@ -110,9 +119,9 @@ def collect(
 def unlearn_loops(
     model: Any, answered: Answered, train: Documents, budget: Budget, log: TrainLog, lr: float = 3e-4
 ) -> None:
-    """Train on text as before while tokens that the target repeated in its own looping answers become less probable."""
-    use_dense_experts(model)
-    bad = [(p, a) for p, a in zip(answered.prompts, answered.answers, strict=True) if loops(a)]
+    """Train on text as before while tokens that the target repeated in its looping answers become less probable."""
+    looping = loops(answered.answers)
+    bad = [(p, a) for p, a, loop in zip(answered.prompts, answered.answers, looping, strict=True) if loop]
     if not bad:
         return
     own = Documents(
@@ -120,11 +129,12 @@ def unlearn_loops(
         [[0.0] * len(p) + [float(x) for x in repeated(a)] for p, a in bad],
         tokens_per_batch=train.tokens_per_batch // 2,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = adamw(model, lr, weight_decay=0.0)
     pairs = zip(train.batches(model.device, seed=1), own.batches(model.device, seed=2), strict=False)
 
     def step(batch: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
         (ids, weights), (own_ids, flags) = batch
+        optimizer.zero_grad(set_to_none=True)
         with autocast(model.device):
             loss, ce = target_loss(model, ids, weights)
         loss.backward()

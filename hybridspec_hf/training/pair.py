@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5MoeForCausa
 
 from hybridspec_hf.drafters.dflash import DFlashDrafter
 from hybridspec_hf.training import text
-from hybridspec_hf.training.code_tasks import code_row
+from hybridspec_hf.training.code_tasks import LIBRARY_PROMPT, code_row
 from hybridspec_hf.training.corpus import Row
 from hybridspec_hf.training.dflash import DraftData, drafter_config, initialise, train_drafter
 from hybridspec_hf.training.evaluate import evaluate_pair
@@ -35,10 +35,10 @@ class PairRun:
     answer_minutes: float = 1.2
     drafter_minutes: float = 4.0
     max_steps: int | None = None
-    math_rows: int = 16000
-    code_rows: int = 10000
+    math_rows: int = 40000
+    code_rows: int = 30000
     tokens_per_batch: int = 32768
-    answer_batch: int = 1024
+    answer_batch: int = 2048
     per_category: int = 40
     max_new_tokens: int = 256
 
@@ -46,7 +46,7 @@ class PairRun:
 def held_out_prompts(rows: list[Row], per_category: int, seed: int = 11) -> list[dict[str, str]]:
     """Prompts of six categories whose slots no training prompt uses: {"id", "category", "prompt"}."""
     rng = random.Random(seed)
-    library = [row["prompt"] for row in rows if row["prompt"].startswith("Write the Python function `")]
+    library = [row["prompt"] for row in rows if row["prompt"].startswith(LIBRARY_PROMPT)]
     summaries = sorted({row["prompt"] for row in rows if row["category"] == "summarization"})
     chosen: dict[str, list[str]] = {
         "coding": rng.sample(sorted(library), min(len(library), per_category // 4)),
@@ -86,17 +86,17 @@ def _target(run: PairRun, tokenizer: Any, train: list[Row], held_out: list[Row])
             bos_token_id=None,
         )
     ).to(run.device)
-    documents = text.documents(tokenizer, train, run.tokens_per_batch)
+    documents = text.documents(tokenizer, train, run.tokens_per_batch, text.NATURAL_COPIES)
     checks = text.documents(tokenizer, held_out, run.tokens_per_batch)
     budget, log = Budget(run.target_minutes, run.max_steps), TrainLog(run.out, "target")
-    tokens = sum(map(len, documents.ids))
-    log.write(parameters=sum(p.numel() for p in model.parameters()), documents=len(documents.ids), tokens=tokens)
+    tokens = documents.tokens
+    log.write(parameters=sum(p.numel() for p in model.parameters()), documents=len(documents), tokens=tokens)
     ce = train_target(model, documents, checks, budget, log)
     numbers = {"target_ce": ce, "target_steps": budget.steps, "corpus_tokens": tokens}
     if run.unlearn_minutes > 0:
         stream = prompt_stream(5, train)
-        answered = collect(model, tokenizer, stream, 0, 2 * run.answer_batch, run.max_new_tokens)
-        numbers["loops_before_unlearning"] = sum(map(loops, answered.answers)) / len(answered)
+        answered = collect(model, tokenizer, stream, 0, run.answer_batch, run.max_new_tokens)
+        numbers["loops_before_unlearning"] = sum(loops(answered.answers)) / len(answered)
         log.write(loops_on_training_prompts=numbers["loops_before_unlearning"])
         model.train()
         budget = Budget(run.unlearn_minutes, run.max_steps)
@@ -115,19 +115,32 @@ def _drafter(run: PairRun, target: Any, tokenizer: Any, train: list[Row]) -> dic
         found = collect(target, tokenizer, stream, run.answer_minutes, run.answer_batch, run.max_new_tokens)
         path.write_text(json.dumps([found.prompts, found.answers]))
     answered = Answered(*json.loads(path.read_text()))
-    share = sum(map(loops, answered.answers)) / len(answered)
     # loops are easy to draft: learning from them would teach nothing that is wanted
-    kept = [i for i, a in enumerate(answered.answers) if len(a) > 4 and not loops(a)]
+    looping = loops(answered.answers)
+    kept = [i for i, a in enumerate(answered.answers) if len(a) > 4 and not looping[i]]
+    if len(kept) < len(answered) // 4:
+        # a target that hardly learned anything; the phases still run, for quick checks
+        kept = list(range(len(answered)))
     answered = Answered([answered.prompts[i] for i in kept], [answered.answers[i] for i in kept])
     drafter = DFlashDrafter(drafter_config(target.config, tokenizer.convert_tokens_to_ids(text.MASK))).to(run.device)
     initialise(drafter)
     data = DraftData(target, answered, drafter.config.target_layer_ids or [], run.tokens_per_batch)
     budget, log = Budget(run.drafter_minutes, run.max_steps), TrainLog(run.out, "drafter")
     tokens = sum(map(len, answered.answers))
-    log.write(answers=len(answered), tokens=tokens, loops=share, parameters=sum(p.numel() for p in drafter.parameters()))
+    log.write(
+        answers=len(answered),
+        tokens=tokens,
+        loops=sum(looping) / len(looping),
+        parameters=sum(p.numel() for p in drafter.parameters()),
+    )
     al = train_drafter(target, drafter, data, budget, log)
     drafter.bfloat16().save_pretrained(run.out / "drafter")
-    return {"drafter_steps": budget.steps, "answers": len(answered), "answer_loops": share, "teacher_forced_al": al}
+    return {
+        "drafter_steps": budget.steps,
+        "answers": len(answered),
+        "answer_loops": sum(looping) / len(looping),
+        "teacher_forced_al": al,
+    }
 
 
 def train_pair(run: PairRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompts → answers sampled from a small Llama-type chat model, many rows at a time (used once, to write the corpus)."""
+"""Prompts → answers sampled from a small Llama-type chat model, many at a time (used once, to write the corpus)."""
 
 import random
 import time
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from hybridspec_hf.training import slots
+from hybridspec_hf.training.corpus import varied
 
 KINDS = {"writing": slots.STORY_FORMS, "roleplay": slots.CHAT_FORMS, "qa": slots.QA_FORMS, "howto": slots.HOWTO_FORMS}
-SYSTEM = (
-    "You are a friendly helper. You answer in four or five short sentences, with simple words that a child knows."
-)
+SYSTEM = "You are a friendly helper. You answer in four or five short sentences, with simple words that a child knows."
 WEIGHTS = {"writing": 0.32, "roleplay": 0.26, "qa": 0.28, "howto": 0.14}
 SUMMARY_FORMS = (
     "Summarize this text in one or two sentences:\n\n{}",
@@ -79,8 +78,8 @@ class LlamaDecoder:
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    def attend(self, attn: nn.Module, x: Tensor, positions: Tensor, cache: Tensor, start: int, mask: Tensor) -> Tensor:
-        """Attention of `x [B, T, E]` over cache `[2, B, HKV, S, D]`, writing rows start..start+T-1; mask `[B, 1, T, S]`."""
+    def attend(self, attn: Any, x: Tensor, positions: Tensor, cache: Tensor, start: int, mask: Tensor) -> Tensor:
+        """Attention of `x [B, T, E]` over cache `[2, B, HKV, S, D]`, filled from `start`; mask `[B, 1, T, S]`."""
         batch, length, _ = x.shape
         end = start + length
         q, k, v = (
@@ -145,18 +144,14 @@ class LlamaDecoder:
 
 
 def tidy(text: str, ended: bool) -> str | None:
-    """The part of a sampled answer worth learning, or None: whole paragraphs or sentences, no loop, plain characters."""
+    """The part of a sampled answer worth learning, or None: whole sentences, no loop, plain characters."""
     text = text.strip().replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"').replace("\u2014", "-")
     if not ended:
         cut = text.rfind("\n\n")
         if cut < 250:
             cut = max(text.rfind(mark) for mark in (". ", "! ", "? ", ".\n")) + 1
         text = text[:cut].strip()
-    words = text.split()
-    # text that repeats itself teaches the student to loop
-    grams = list(zip(words, words[1:], words[2:], strict=False))
-    varied = len(set(grams)) >= 0.88 * len(grams)
-    return text if 80 <= len(text) <= 900 and varied and text.isascii() else None
+    return text if 80 <= len(text) <= 900 and varied(text) and text.isascii() else None
 
 
 def answer(decoder: LlamaDecoder, tokenizer: Any, rows: list[dict[str, str]], max_new: int) -> list[dict[str, str]]:

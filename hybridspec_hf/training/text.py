@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybridspec_hf.training.code_tasks import code_row, library_rows
+from hybridspec_hf.training.code_tasks import LIBRARY_PROMPT, code_row, library_rows
 from hybridspec_hf.training.corpus import Row, read_rows
 from hybridspec_hf.training.loop import Documents
 from hybridspec_hf.training.math_problems import math_row
@@ -21,13 +21,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MAX_TOKENS = 448
+# natural rows are few and generated ones endless: an epoch holds the former this often
+NATURAL_COPIES = 3
 
 
 def load_corpus(chat: str | Path, math: int, code: int, seed: int = 0) -> tuple[list[Row], list[Row]]:
     """Shuffled (train, held-out) rows: the chat file, the standard library, and generated math and code.
 
     Args:
-        math, code: number of generated training rows of each.
+        math, code: number of generated training rows of each, for as many copies of the rest as NATURAL_COPIES.
     """
     rng = random.Random(seed)
     rows = list(read_rows(chat)) + list(library_rows())
@@ -35,6 +37,11 @@ def load_corpus(chat: str | Path, math: int, code: int, seed: int = 0) -> tuple[
         rows += [make(rng, "train") for _ in range(count)] + [make(rng, "test") for _ in range(max(8, count // 50))]
     rng.shuffle(rows)
     return [row for row in rows if row["split"] == "train"], [row for row in rows if row["split"] == "test"]
+
+
+def natural(row: Row) -> bool:
+    """Whether a row comes from the teacher or the standard library and not from our generators."""
+    return row["category"] not in ("math", "coding") or row["prompt"].startswith(LIBRARY_PROMPT)
 
 
 def train_tokenizer(rows: list[Row], vocab_size: int = 2048, max_chars: int = 8_000_000) -> PreTrainedTokenizerFast:
@@ -80,13 +87,18 @@ def encode_prompts(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
     return tokenizer([chat_prompt(prompt) for prompt in prompts], add_special_tokens=False)["input_ids"]
 
 
-def documents(tokenizer: Any, rows: list[Row], tokens_per_batch: int = 32768) -> Documents:
-    """Chat rows as documents: prompt (little loss weight), answer and end token; rows beyond MAX_TOKENS are left out."""
+def documents(tokenizer: Any, rows: list[Row], tokens_per_batch: int = 32768, copies: int = 1) -> Documents:
+    """Chat rows as documents: prompt (little loss weight), answer and end token; rows beyond MAX_TOKENS are left out.
+
+    Args:
+        copies: how often natural rows occur.
+    """
     prompts = encode_prompts(tokenizer, [row["prompt"] for row in rows])
     answers = tokenizer([row["answer"] + END for row in rows], add_special_tokens=False)["input_ids"]
     ids, weights = [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
         if len(prompt) + len(answer) <= MAX_TOKENS:
-            ids.append(prompt + answer)
-            weights.append([PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer))
+            times = copies if natural(row) else 1
+            ids += [prompt + answer] * times
+            weights += [[PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer)] * times
     return Documents(ids, weights, tokens_per_batch)

@@ -14,7 +14,9 @@ class FixedLength:
         self.length = length
 
     def select(self, state: RoundState) -> None:
+        """Write the fixed length."""
         state.nominal_length.fill_(self.length)
 
     def correct(self, state: RoundState) -> Tensor:
+        """Keep it."""
         return state.nominal_length

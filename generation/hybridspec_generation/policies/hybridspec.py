@@ -23,6 +23,7 @@ class NominalPolicy:
         self.tables = tables
 
     def select(self, state: RoundState) -> None:
+        """Write prefix probabilities and w0 (Eq. 5)."""
         t = self.tables
         cond_prob = conditional_acceptance_ref(
             state.confidence, state.entropy, t.confidence_knots, t.acceptance_knots, t.acceptance_weights
@@ -31,6 +32,7 @@ class NominalPolicy:
         state.nominal_length.copy_(select_length_ref(state.prefix_prob, t.target_cost, t.throughput))
 
     def correct(self, state: RoundState) -> Tensor:
+        """Keep w0."""
         return state.nominal_length
 
 
@@ -40,6 +42,7 @@ class HybridSpecPolicy(NominalPolicy):
     extra_tokens = 1
 
     def correct(self, state: RoundState) -> Tensor:
+        """w0, or w0 + 1 (Eq. 6)."""
         t = self.tables
         state.new_experts.copy_(new_experts_ref(state.boundary.expert_ids))
         return correct_length_ref(
