@@ -21,6 +21,8 @@ $(READY): pyproject.toml
 	command -v nvidia-smi >/dev/null || $(BIN)/python -c "import torch" 2>/dev/null \
 		|| $(BIN)/python -m pip install $(CPU_TORCH)
 	$(BIN)/python -m pip install -e ".[dev]"
+	# z-lab's own drafter, to compare ours with; its pinned requirements are for its servers
+	$(BIN)/python -m pip install --no-deps dflash==0.1.0
 	touch $@
 
 demo: $(READY)

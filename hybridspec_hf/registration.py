@@ -6,6 +6,7 @@ of modes and the decoding method behind it. Calls without `generation_mode` run 
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
@@ -39,7 +40,7 @@ def register() -> None:
     _original_get_generation_mode = GenerationConfig.get_generation_mode
     for option in OPTIONS:
         setattr(GenerationConfig, option, None)
-    GenerationConfig.get_generation_mode = get_generation_mode
+    GenerationConfig.get_generation_mode = wraps(_original_get_generation_mode)(get_generation_mode)
     generation_utils.GENERATION_MODES_MAPPING[MODE] = METHOD
     setattr(GenerationMixin, METHOD, hybridspec_decoding)
 

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny_pair"))
     parser.add_argument("--chat", type=Path, default=ROOT / "data" / "chat.jsonl.xz")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for phase, minutes in (("target", 5.0), ("unlearn", 0.5), ("answer", 1.2), ("drafter", 4.0)):
+    for phase, minutes in (("target", 5.4), ("unlearn", 0.8), ("answer", 1.3), ("drafter", 4.4)):
         parser.add_argument(f"--{phase}-minutes", type=float, default=minutes)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the minutes of every phase")
     parser.add_argument("--max-steps", type=int, help="limit the steps of every phase (for a quick check)")

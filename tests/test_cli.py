@@ -1,6 +1,7 @@
-"""The command line on a random pair: what it prints, and its exit status."""
+"""The command line and the quick start on a random pair: what they print, and the exit status."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.tiny_models import MASK_ID, VOCAB, tiny_drafter, tiny_target
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import hybridspec_hf
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import demo
 
@@ -78,7 +80,7 @@ def test_demo_streams_every_policy_and_ends_with_one_json_line(
 
     result = json.loads(captured.out.splitlines()[-1])
     assert (result["device"], result["dtype"], result["prompts"]) == ("cpu", "float32", 2)
-    assert result["versions"]["torch"] == torch.__version__
+    assert result["torch"] == torch.__version__
     rows = {row["policy"]: row for row in result["rows"]}
     assert list(rows) == ["ar", "full", "hybridspec"]
     assert all(set(row) == ROW_KEYS and row["identical"] is True for row in rows.values())
@@ -153,3 +155,13 @@ def test_demo_refuses_a_bad_argument_before_loading(
 def test_missing_pair_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--pair", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hybridspec demo: ")
+
+
+def test_quickstart_example_runs(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tiny_pair").symlink_to(pair_folder)
+    monkeypatch.setattr(hybridspec_hf, "__file__", str(tmp_path / "__init__.py"))
+    runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"))
+    assert "verified per round" in capsys.readouterr().out

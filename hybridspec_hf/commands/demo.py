@@ -3,12 +3,10 @@
 import argparse
 import contextlib
 import json
-import platform
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +26,7 @@ from hybridspec_hf.commands.pair import (
     run_plain,
     run_policy,
 )
+from hybridspec_hf.evals.exactness import provenance
 
 LABELS = {AUTOREGRESSIVE: "AR", "full": "DFlash", "hybridspec": "HybridSpec"}
 LEGEND = """AL: tokens emitted per round. mean w: tokens verified per round. saved: share of the full
@@ -79,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         rows = compare(pair, prompts, args.policies, args.max_new_tokens)
     print_table(rows)
     if args.json:
-        print(json.dumps({**provenance(args, device, len(prompts)), "rows": rows}))
+        setup = {"device": device, "dtype": args.dtype, "threads": args.threads, "prompts": len(prompts)}
+        print(json.dumps({**provenance(), **setup, "max_new_tokens": args.max_new_tokens, "rows": rows}))
     exact = all(row["identical"] for row in rows)
     return 0 if exact or args.dtype != "float32" else 1
 
@@ -178,17 +178,3 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             f"{row['saved']:>8.0%}{row['target_tokens_per_token']:>13.2f}  {'yes' if row['identical'] else 'no'}"
         )
     print(f"\n{LEGEND}")
-
-
-def provenance(args: argparse.Namespace, device: str, prompts: int) -> dict[str, Any]:
-    """What the figures were measured on and with."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
-    return {
-        "device": device,
-        "device_name": name,
-        "dtype": args.dtype,
-        "threads": torch.get_num_threads(),
-        "prompts": prompts,
-        "max_new_tokens": args.max_new_tokens,
-        "versions": {"python": platform.python_version(), **{p: version(p) for p in ("torch", "transformers")}},
-    }

@@ -158,9 +158,11 @@ def library_rows(limit: int = 6000) -> Iterator[dict[str, str]]:
         lines = source.splitlines()
         for node in ast.walk(tree):
             row = _library_row(path.stem, node, lines) if isinstance(node, ast.FunctionDef) else None
-            if row and count < limit:
-                count += 1
+            if row:
                 yield row
+                count += 1
+                if count == limit:
+                    return
 
 
 def _library_row(module: str, node: ast.FunctionDef, lines: list[str]) -> dict[str, str] | None:

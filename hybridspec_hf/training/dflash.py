@@ -37,16 +37,20 @@ def drafter_config(target: Any, mask_token_id: int, **overrides: Any) -> DFlashC
     return DFlashConfig(**(sizes | overrides))
 
 
-def initialise(drafter: DFlashDrafter) -> None:
-    """Standard deviation 1/sqrt(fan in), half of it into the residual stream, and a small final norm.
+def initialise(drafter: DFlashDrafter, lm_head: Tensor) -> None:
+    """Standard deviation 1/sqrt(fan in), half of it into the residual stream, and a final norm that fits the head.
 
-    With transformers' default (0.02) a drafter of this size hardly learns in the same time.
+    With transformers' default (0.02), or first logits far too small or large, a drafter of this size hardly learns in
+    the same time: Adam moves the norm's weight by no more than the learning rate a step.
+
+    Args:
+        lm_head: `[V, H]`, the target's.
     """
     for name, weight in drafter.named_parameters():
         if weight.dim() == 2:
             half = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             nn.init.normal_(weight, std=half / math.sqrt(weight.shape[1]))
-    nn.init.constant_(drafter.norm.weight, 0.15)
+    nn.init.constant_(drafter.norm.weight, 0.3 / lm_head.norm(dim=1).mean().item())
 
 
 @torch.no_grad()
@@ -174,7 +178,7 @@ def train_drafter(
     size = drafter.config.block_size
     assert size is not None
     weight = torch.exp(-torch.arange(size - 1, device=target.device) / DECAY)
-    optimizer = adamw(drafter, lr, weight_decay=0.05)
+    optimizer = adamw(drafter, lr, weight_decay=0.05, vector_lr=3 * lr)
 
     def step(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         ids, features, lengths, chosen = batch

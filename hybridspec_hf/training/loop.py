@@ -136,13 +136,11 @@ class TrainLog:
             file.write(line + "\n")
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only."""
+def adamw(model: nn.Module, lr: float, weight_decay: float, vector_lr: float | None = None) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only, and if wanted another learning rate for vectors (norms, biases)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": vector_lr or lr}
+    groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay}, vectors]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=parameters[0].device.type == "cuda")
 
 

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hybridspec_hf.training.teacher import sample_prompt
 from hybridspec_hf.training.text import encode_prompts
 
 NGRAM = 6
+SHORT = 50
 
 
 @dataclass
@@ -78,13 +80,13 @@ def loops(answers: list[list[int]], longest_period: int = 40, least: int = 24) -
     return (found | ((total >= 20) & (distinct < 0.5 * total))).tolist()
 
 
-def repeated(tokens: list[int]) -> list[int]:
+def repeated(tokens: list[int]) -> list[float]:
     """1 for each token that completes an n-gram already in the answer, else 0."""
     seen: set[tuple[int, ...]] = set()
     flags = []
     for i in range(len(tokens)):
         gram = tuple(tokens[max(0, i - NGRAM + 1) : i + 1])
-        flags.append(int(len(gram) == NGRAM and gram in seen))
+        flags.append(float(len(gram) == NGRAM and gram in seen))
         seen.add(gram)
     return flags
 
@@ -117,32 +119,39 @@ def collect(
 
 
 def unlearn_loops(
-    model: Any, answered: Answered, train: Documents, budget: Budget, log: TrainLog, lr: float = 3e-4
+    model: Any, answered: Answered, train: Documents, eos: int, budget: Budget, log: TrainLog, lr: float = 3e-4
 ) -> None:
-    """Train on text as before while tokens that the target repeated in its looping answers become less probable."""
+    """Train on the target's own good answers, which end and do not loop, in turn with text as before; at the same
+    time tokens that it repeated in its looping answers become less probable."""
     looping = loops(answered.answers)
-    bad = [(p, a) for p, a, loop in zip(answered.prompts, answered.answers, looping, strict=True) if loop]
-    if not bad:
-        return
-    own = Documents(
-        [p + a for p, a in bad],
-        [[0.0] * len(p) + [float(x) for x in repeated(a)] for p, a in bad],
-        tokens_per_batch=train.tokens_per_batch // 2,
-    )
+    rows = list(zip(answered.prompts, answered.answers, looping, strict=True))
+    size = train.tokens_per_batch
+    # short answers end most easily: learning from them would make all answers shorter
+    good = [(p, a) for p, a, loop in rows if a[-1] == eos and len(a) >= SHORT and not loop]
+    bad = [(p, a) for p, a, loop in rows if loop]
+    kept = Documents([p + a for p, a in good], [[0.0] * len(p) + [1.0] * len(a) for p, a in good], size)
+    flagged = Documents([p + a for p, a in bad], [[0.0] * len(p) + repeated(a) for p, a in bad], size // 2)
+    sources = [train.batches(model.device, seed=1)] * 2
+    sources += [kept.batches(model.device, seed=2)] if good else []
+    unlikely = flagged.batches(model.device, seed=3) if bad else repeat(None)
+    batches = ((next(source), next(unlikely)) for source in cycle(sources))
     optimizer = adamw(model, lr, weight_decay=0.0)
-    pairs = zip(train.batches(model.device, seed=1), own.batches(model.device, seed=2), strict=False)
 
-    def step(batch: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        (ids, weights), (own_ids, flags) = batch
+    def step(batch: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with autocast(model.device):
-            loss, ce = target_loss(model, ids, weights)
+            loss, ce = target_loss(model, *batch[0])
         loss.backward()
-        with autocast(model.device):
-            logits = model(input_ids=own_ids, use_cache=False).logits[:, :-1].float()
-        p = logits.softmax(-1).gather(-1, own_ids[:, 1:, None]).squeeze(-1)
-        unlikely = -torch.log1p(-p.clamp_max(0.999)) * flags[:, 1:]
-        (0.5 * unlikely.sum() / flags.sum().clamp_min(1)).backward()
+        if batch[1] is not None:
+            with autocast(model.device):
+                (0.3 * unlikelihood(model, *batch[1])).backward()
         return ce
 
-    run_steps(model, optimizer, step, pairs, budget, log, lambda: 0.0)
+    run_steps(model, optimizer, step, batches, budget, log, lambda: 0.0)
+
+
+def unlikelihood(model: Any, ids: Tensor, flags: Tensor) -> Tensor:
+    """Mean of `-log(1 - p)` over flagged tokens; `ids`, `flags`: `[B, T]`."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    p = logits.softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return -(torch.log1p(-p.clamp_max(0.999)) * flags[:, 1:]).sum() / flags.sum().clamp_min(1)

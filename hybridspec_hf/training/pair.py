@@ -30,10 +30,10 @@ class PairRun:
     out: Path
     chat: Path
     device: torch.device
-    target_minutes: float = 5.0
-    unlearn_minutes: float = 0.5
-    answer_minutes: float = 1.2
-    drafter_minutes: float = 4.0
+    target_minutes: float = 5.4
+    unlearn_minutes: float = 0.8
+    answer_minutes: float = 1.3
+    drafter_minutes: float = 4.4
     max_steps: int | None = None
     math_rows: int = 40000
     code_rows: int = 30000
@@ -95,12 +95,12 @@ def _target(run: PairRun, tokenizer: Any, train: list[Row], held_out: list[Row])
     numbers = {"target_ce": ce, "target_steps": budget.steps, "corpus_tokens": tokens}
     if run.unlearn_minutes > 0:
         stream = prompt_stream(5, train)
-        answered = collect(model, tokenizer, stream, 0, run.answer_batch, run.max_new_tokens)
+        answered = collect(model, tokenizer, stream, run.unlearn_minutes / 4, run.answer_batch, run.max_new_tokens)
         numbers["loops_before_unlearning"] = sum(loops(answered.answers)) / len(answered)
         log.write(loops_on_training_prompts=numbers["loops_before_unlearning"])
         model.train()
         budget = Budget(run.unlearn_minutes, run.max_steps)
-        unlearn_loops(model, answered, documents, budget, TrainLog(run.out, "unlearn"))
+        unlearn_loops(model, answered, documents, tokenizer.eos_token_id, budget, TrainLog(run.out, "unlearn"))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.bfloat16().save_pretrained(run.out / "target")
@@ -123,7 +123,7 @@ def _drafter(run: PairRun, target: Any, tokenizer: Any, train: list[Row]) -> dic
         kept = list(range(len(answered)))
     answered = Answered([answered.prompts[i] for i in kept], [answered.answers[i] for i in kept])
     drafter = DFlashDrafter(drafter_config(target.config, tokenizer.convert_tokens_to_ids(text.MASK))).to(run.device)
-    initialise(drafter)
+    initialise(drafter, target.lm_head.weight)
     data = DraftData(target, answered, drafter.config.target_layer_ids or [], run.tokens_per_batch)
     budget, log = Budget(run.drafter_minutes, run.max_steps), TrainLog(run.out, "drafter")
     tokens = sum(map(len, answered.answers))

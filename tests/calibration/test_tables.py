@@ -15,6 +15,7 @@ from hybridspec_hf.calibration.experts import fit_expert_table, routing_correlat
 from hybridspec_hf.calibration.tables import default_tables, fit_acceptance, fit_experts
 
 D, W = 15, 16
+NAN = float("nan")
 
 
 def synthetic_rounds(count, seed=0):
@@ -99,7 +100,7 @@ def test_config_round_trips_with_every_table(tmp_path):
     ({"cost": 3}, "CostTable"),
     ({"acceptance": {"confidence_knots": [[0, 1]], "acceptance_knots": [[0]], "weights": [0] * 6}}, "rows"),
     ({"experts": {"mean_new_pairs": [0], "mean_new_pairs_given": [[0, 1]], "num_moe_layers": 1, "top_k": 2}}, "top_k"),
-    ({"cost": {"target_cost": [0, 0, 1], "fixed_cost": float("nan"), "stage0_token_cost": 0, "expert_cost": 0}}, "fini"),
+    ({"cost": {"target_cost": [0, 0, 1], "fixed_cost": NAN, "stage0_token_cost": 0, "expert_cost": 0}}, "finite"),
     ({"tables": 1}, "unknown keys"),
 ])  # fmt: skip
 def test_config_refuses_nonsense(values, message):
