@@ -27,25 +27,16 @@ class Emitter:
         streamer: Any,
     ) -> None:
         self.input_ids, self.streamer = input_ids, streamer
-        assert generation_config.max_length is not None
-        self.budget = int(generation_config.max_length) - input_ids.shape[1]
-        eos = generation_config._eos_token_tensor
-        self.eos: list[int] = [] if eos is None else eos.reshape(-1).tolist()
-        self._criteria = [c for c in stopping_criteria if not self._is_own(c, generation_config)]
+        # generate puts a caller's own length or EOS criterion in the place of the config's
+        lengths = [int(c.max_length) for c in stopping_criteria if type(c) is MaxLengthCriteria]
+        length = min(lengths or [int(generation_config.max_length or 0)])
+        # a criterion is asked behind a token: there is always one
+        self.budget = max(length - input_ids.shape[1], 1)
+        ends = [c.eos_token_id.reshape(-1).tolist() for c in stopping_criteria if type(c) is EosTokenCriteria]
+        self.eos: list[int] = [token for tokens in ends for token in tokens]
+        self._criteria = [c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
         self._tokens: list[int] = []
         self.finished = False
-
-    @staticmethod
-    def _is_own(criterion: Any, generation_config: GenerationConfig) -> bool:
-        """Whether the round itself applies the criterion."""
-        if type(criterion) is MaxLengthCriteria:
-            return criterion.max_length >= generation_config.max_length
-        eos = generation_config._eos_token_tensor
-        return (
-            type(criterion) is EosTokenCriteria
-            and eos is not None
-            and set(criterion.eos_token_id.reshape(-1).tolist()) <= set(eos.reshape(-1).tolist())
-        )
 
     @property
     def new_tokens(self) -> int:
@@ -69,11 +60,11 @@ class Emitter:
             return False
         sequence = self.sequence()
         # every criterion is called, as StoppingCriteriaList does: some of them count
-        return any([bool(criterion(sequence, None).all()) for criterion in self._criteria])
+        return any([bool(torch.as_tensor(criterion(sequence, None)).all()) for criterion in self._criteria])
 
     def sequence(self) -> Tensor:
         """`[1, T + new]`, int64: the prompt and what was emitted."""
-        new = torch.tensor([self._tokens], dtype=self.input_ids.dtype, device=self.input_ids.device)
+        new = torch.tensor([self._tokens], dtype=torch.int64, device=self.input_ids.device)
         return torch.cat([self.input_ids, new], dim=1)
 
     def finish(self) -> Tensor:

@@ -26,9 +26,10 @@ class Buffers:
     context: DraftContext | None
 
     def reset(self) -> None:
-        """Empty the cache; stale K/V stay, behind the length, where nothing reads them."""
-        for tensor in (self.cache.length, self.cache.position_offset, self.cache.state, self.cache.conv):
-            tensor.zero_()
+        """Empty cache and context: nothing of the last request stays, finite or not."""
+        self.cache.reset()
+        for buffer in self.context or ():
+            buffer.zero_()
 
 
 @dataclass
@@ -48,17 +49,29 @@ class Engine:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def borrow(self, drafter: DFlashDrafter | None, tokens: int) -> Buffers:
-        """Buffers for `tokens` prompt and new tokens plus a block; the last request's, if they fit and are free."""
+        """Buffers for `tokens` prompt and new tokens plus a block; the last request's, if they fit and are free.
+
+        Raises:
+            RuntimeError: if the memory is not there.
+        """
         block = 1 if drafter is None else drafter.config.block_size
         assert block is not None
         capacity = -(-(tokens + block) // CAPACITY_STEP) * CAPACITY_STEP
         with self._lock:
             idle, self._idle = self._idle, None
-        if idle is not None and capacity <= idle.cache.capacity <= 2 * capacity:
+        if idle is not None and capacity <= idle.cache.capacity <= 2 * capacity and idle.cache.block == block:
             idle.reset()
             return idle
-        cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block)
-        return Buffers(cache, None if drafter is None else DraftContext.allocate(drafter, capacity))
+        # freed before the new ones are allocated
+        del idle
+        try:
+            cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block)
+            return Buffers(cache, None if drafter is None else DraftContext.allocate(drafter, capacity))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"HybridSpec could not allocate its static cache for {capacity} tokens (prompt, new tokens and one "
+                "block). Lower max_new_tokens or max_length, or shorten the prompt."
+            ) from error
 
     def bind(self, drafter: DFlashDrafter | None, buffers: Buffers) -> BlockDrafter | None:
         """The drafter with the target's embedding and head, on the borrowed context."""
@@ -86,7 +99,7 @@ _NO_DRAFTER = _NoDrafter()
 
 
 def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
-    """The engine of this pair, built at first use and again when the model has moved or changed its dtype.
+    """The engine of this pair; its view of the model is taken anew, its buffers and costs are kept while they fit.
 
     Raises:
         ValueError: if the model has no split forward here.
@@ -95,17 +108,13 @@ def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
         engines = _engines.setdefault(model, weakref.WeakKeyDictionary())
         key = _NO_DRAFTER if drafter is None else drafter
         known = engines.get(key)
+        # modules may have been replaced since the last call (an adapter, new embeddings)
         target = split_target(model, () if drafter is None else tuple(drafter.config.target_layer_ids or ()))
-        fresh = Engine(target, None if drafter is None else (drafter.dtype, drafter.device))
-        if known is None or not _same_pair(known, fresh):
-            engines[key] = known = fresh
+        drafter_dtype = None if drafter is None else (drafter.dtype, drafter.device)
+        if known is None or known.target.cache_shape != target.cache_shape or known.drafter_dtype != drafter_dtype:
+            known = engines[key] = Engine(target, drafter_dtype)
+        known.target = target
         return known
-
-
-def _same_pair(known: Engine, now: Engine) -> bool:
-    same_modules = known.target.layers[0] is now.target.layers[0] and known.target.lm_head is now.target.lm_head
-    same_shape = known.target.cache_shape == now.target.cache_shape
-    return same_modules and same_shape and known.drafter_dtype == now.drafter_dtype
 
 
 def release(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,21 +32,36 @@ def prefill(
     Returns:
         The first token, `[1]`, int64: the anchor of the first round.
     """
-    with layer_outputs(target) as chunks:
+    with observe(target) as seen:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    load_cache(outputs.cache, target, cache)
-    last_position = rotary_positions(model_kwargs.get("position_ids"), int(cache.length), target)
-    cache.position_offset = (last_position + 1 - cache.length).to(cache.length.device)
+    length = int(outputs.cache.get_seq_length())
+    check_prefill(length, prompt_length(input_ids, model_kwargs), seen)
+    load_cache(outputs.cache, length, target, cache)
+    # nothing is seen of a compiled forward
+    position_ids = seen.positions[-1] if seen.positions else model_kwargs.get("position_ids")
+    cache.position_offset.copy_(rotary_positions(position_ids, length, target) + 1 - length)
     if drafter is not None:
-        features = torch.cat([torch.cat(layer, dim=0) for layer in chunks], dim=-1)
+        features = torch.cat([torch.cat(layer, dim=0) for layer in seen.features], dim=-1)
         drafter.append(features, torch.zeros_like(cache.length))
     return outputs.logits[0, -1:].float().argmax(-1)
 
 
+class Seen(NamedTuple):
+    """What hooks saw of the prompt's forward, in one or more chunks.
+
+    Attributes:
+        features: per feature layer of the drafter, its outputs `[T, H]`.
+        positions: the rotary's position ids; an adapter may have moved them.
+    """
+
+    features: list[list[Tensor]]
+    positions: list[Tensor]
+
+
 @contextmanager
-def layer_outputs(target: SplitTarget) -> Iterator[list[list[Tensor]]]:
-    """Collect the outputs `[T, H]` of the drafter's feature layers in this thread, a list of chunks per layer."""
-    chunks: list[list[Tensor]] = [[] for _ in target.feature_layers]
+def observe(target: SplitTarget) -> Iterator[Seen]:
+    """Hook the feature layers and the rotary embedding for a forward in this thread."""
+    seen = Seen([[] for _ in target.feature_layers], [])
     thread = threading.get_ident()
 
     def record(into: list[Tensor]) -> Any:
@@ -57,22 +72,51 @@ def layer_outputs(target: SplitTarget) -> Iterator[list[list[Tensor]]]:
 
         return hook
 
+    def record_positions(module: Any, args: Any) -> None:
+        if threading.get_ident() == thread:
+            seen.positions.append(args[1])
+
     hooks = [
         target.layers[layer].register_forward_hook(record(into))
-        for layer, into in zip(target.feature_layers, chunks, strict=True)
+        for layer, into in zip(target.feature_layers, seen.features, strict=True)
     ]
+    hooks.append(target.rotary_emb.register_forward_pre_hook(record_positions))
     try:
-        yield chunks
+        yield seen
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def load_cache(source: Any, target: SplitTarget, cache: TargetCache) -> None:
+def prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Tokens of the prompt, given as ids `[1, T]` or as embeddings."""
+    embeds = model_kwargs.get("inputs_embeds")
+    return max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+
+
+def check_prefill(length: int, expected: int, seen: Seen) -> None:
+    """Refuse a forward that did something else than run the prompt's tokens eagerly.
+
+    Raises:
+        ValueError: if the cache holds more than the prompt's tokens, or the feature layers did not show their outputs.
+    """
+    if length != expected:
+        raise ValueError(
+            f"The prompt has {expected} tokens, but the model's forward cached {length}: it adds virtual tokens "
+            "(prompt or prefix tuning?), which HybridSpec cannot place. Use an adapter that changes weights, or drop "
+            "generation_mode."
+        )
+    if not all(seen.features):
+        raise ValueError(
+            "The target's forward is compiled, so the layer outputs that the drafter reads cannot be seen. "
+            "Load the target without torch.compile, or leave assistant_model out."
+        )
+
+
+def load_cache(source: Any, length: int, target: SplitTarget, cache: TargetCache) -> None:
     """Copy transformers' cache of one sequence into ours (its states are `[1, HV, K, V]`, ours `[HV, V, K]`)."""
-    length = int(source.get_seq_length())
     for i, kind in enumerate(target.layer_types):
-        layer, index = source.layers[i], target.kind_index[i]
+        layer, index = source.layers[target.mixers[i].layer_idx], target.kind_index[i]
         if kind == "full_attention":
             cache.keys[index, :, :length] = layer.keys[0, :, :length]
             cache.values[index, :, :length] = layer.values[0, :, :length]

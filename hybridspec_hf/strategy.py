@@ -13,11 +13,12 @@ from hybridspec_generation import DecodeReport, HybridSpecConfig, RoundState, de
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
 from hybridspec_generation.round import Round
 
-from .calibration.tables import selection_tables
+from .calibration.tables import TableSet, choose_tables, selection_tables
 from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
 from .engine import Buffers, Engine, get_engine
-from .prefill import prefill
+from .models import SplitTarget
+from .prefill import prefill, prompt_length
 from .validation import as_config, check_drafter, check_options
 
 
@@ -55,19 +56,20 @@ def hybridspec_decoding(
     """
     config = as_config(generation_config.hybridspec_config)
     check_options(generation_config, logits_processor, input_ids, model_kwargs, synced_gpus)
-    drafter = check_drafter(assistant_model, self)
+    drafter = check_drafter(assistant_model, self, assistant_tokenizer)
     engine = get_engine(self, drafter)
-    if drafter is not None and not config.is_adaptive:
-        config.fixed_length(int(drafter.config.block_size or 0))
+    plan = plan_lengths(config, engine.target, drafter)
 
     prompt = Prompt(input_ids, generation_config, model_kwargs)
     emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
     report = DecodeReport(policy="ar" if drafter is None else config.policy)
-    buffers = engine.borrow(drafter, _prompt_length(input_ids, model_kwargs) + emitter.budget)
+    if drafter is None and generation_config.hybridspec_config is not None:
+        report.notes.append("hybridspec_config has no effect without assistant_model")
+    buffers = engine.borrow(drafter, prompt_length(input_ids, model_kwargs) + emitter.budget)
     try:
         round_ = start(self, engine, buffers, drafter, prompt, emitter, report)
         if not emitter.finished:
-            policy = length_policy(config, engine, round_, prompt, report)
+            policy = length_policy(plan, engine, round_, prompt, report)
             run_rounds(replace(round_, policy=policy), emitter, report)
     finally:
         engine.give_back(buffers)
@@ -133,23 +135,24 @@ def new_state(engine: Engine, block: int, emitter: Emitter) -> RoundState:
     return state
 
 
+def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashDrafter | None) -> int | TableSet:
+    """What the config asks for on this pair, all its errors raised: a fixed length, or the tables of a selector."""
+    if drafter is None:
+        return 1
+    block = int(drafter.config.block_size or 0)
+    return choose_tables(config, target, block) if config.is_adaptive else config.fixed_length(block)
+
+
 def length_policy(
-    config: HybridSpecConfig, engine: Engine, round_: Round, prompt: Prompt, report: DecodeReport
+    plan: int | TableSet, engine: Engine, round_: Round, prompt: Prompt, report: DecodeReport
 ) -> LengthPolicy:
-    """The policy object that the config names; adaptive ones get their tables, measured here if they must be."""
-    if round_.drafter is None:
-        return FixedLength(1)
-    if not config.is_adaptive:
-        return FixedLength(config.fixed_length(round_.state.block))
+    """The policy object of a plan; a cost table that is not given is measured here, on the prompt."""
+    if isinstance(plan, int):
+        return FixedLength(plan)
     # the prompt and the first token: real text to time the target on
-    text = torch.cat([prompt.input_ids[0].to(round_.state.anchor.device), round_.state.anchor])
-    tables = selection_tables(config, engine, round_, text, report)
-    # a dense target has no router boundary to correct at
-    if config.policy == "nominal" or not engine.target.top_k:
+    text = torch.cat([prompt.input_ids[0].to(round_.state.anchor), round_.state.anchor])
+    tables = selection_tables(plan, engine, round_, text, report)
+    # without a router in Layer 0 there is no boundary to correct at
+    if report.policy == "nominal" or not engine.target.top_k:
         return NominalPolicy(tables)
     return HybridSpecPolicy(tables)
-
-
-def _prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
-    embeds = model_kwargs.get("inputs_embeds")
-    return max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])

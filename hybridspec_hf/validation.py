@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
@@ -10,6 +11,12 @@ from hybridspec_generation import HybridSpecConfig
 from .drafters.compatibility import check_compatible
 from .drafters.dflash import DFlashDrafter
 
+# of transformers' assisted generation, with the defaults that generate fills in
+ASSISTANT_OPTIONS = {
+    name: default
+    for name, default in GenerationConfig._get_default_generation_params().items()
+    if "assistant" in name or name == "target_lookbehind"
+}
 RETURNED_TENSORS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 SUPPORTED_CACHES = (None, "dynamic", "dynamic_full", "static")
 
@@ -32,12 +39,15 @@ def as_config(value: Any) -> HybridSpecConfig:
     )
 
 
-def check_drafter(assistant_model: Any, model: Any) -> DFlashDrafter | None:
+def check_drafter(assistant_model: Any, model: Any, assistant_tokenizer: Any = None) -> DFlashDrafter | None:
     """The drafter, or None for autoregressive decoding.
 
     Raises:
-        ValueError: if it is no DFlash drafter, does not fit the target, or lives on another device.
+        ValueError: if it is no DFlash drafter, does not fit the target, lives on another device, or comes with a
+            tokenizer of its own.
     """
+    if assistant_tokenizer is not None:
+        raise ValueError("A DFlash drafter reads the target's tokens: leave assistant_tokenizer out.")
     if assistant_model is None:
         return None
     if not isinstance(assistant_model, DFlashDrafter):
@@ -67,6 +77,11 @@ def check_options(
     Raises:
         ValueError: naming the argument.
     """
+    if torch.is_autocast_enabled(input_ids.device.type):
+        raise ValueError(
+            "HybridSpec computes in the model's own dtype, but torch.autocast is on. Leave the autocast block, and "
+            "load the model in the dtype you want."
+        )
     if synced_gpus:
         raise ValueError("synced_gpus (ZeRO-3 / FSDP) is not supported by HybridSpec: leave it out.")
     batch = max(input_ids.shape[0], _rows(model_kwargs.get("inputs_embeds")))
@@ -89,8 +104,18 @@ def check_options(
     for option in RETURNED_TENSORS:
         if generation_config.return_dict_in_generate and getattr(generation_config, option, None):
             raise ValueError(f"HybridSpec does not return per-token tensors: set {option}=False.")
+    _check_assistant_options(generation_config)
     _check_cache(generation_config, model_kwargs)
     _check_mask(model_kwargs.get("attention_mask"))
+
+
+def _check_assistant_options(generation_config: GenerationConfig) -> None:
+    for option, default in ASSISTANT_OPTIONS.items():
+        if getattr(generation_config, option, None) not in (None, default):
+            raise ValueError(
+                f"{option} steers transformers' assisted generation and has no effect on HybridSpec, whose policy "
+                'chooses the lengths. Remove it; see hybridspec_config=HybridSpecConfig(policy="static:N").'
+            )
 
 
 def _rows(inputs_embeds: Tensor | None) -> int:

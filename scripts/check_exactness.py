@@ -53,7 +53,8 @@ def main() -> int:
     for result in results:
         print(
             f"{result.policy:>10}  identical {result.identical}/{result.prompts}  rounds {result.rounds}  "
-            f"AL {result.tokens / max(result.rounds, 1):.2f}  worst margin {worst_margin(result):.2f} spacings"
+            f"AL {(result.tokens - result.prompts) / max(result.rounds, 1):.2f}  "
+            f"worst margin {worst_margin(result):.2f} spacings"
         )
     print(json.dumps({**provenance(), "dtype": args.dtype, "results": [result.to_dict() for result in results]}))
     allowed = 0.0 if args.dtype == "float32" else args.max_margin

@@ -1,6 +1,6 @@
 """Train the tiny target and its DFlash drafter from the shipped corpus; the last line is one JSON object of numbers.
 
-    python scripts/train_tiny_pair.py                       # one GPU, about 13 minutes
+    python scripts/train_tiny_pair.py                       # one GPU, about 19 minutes
     python scripts/train_tiny_pair.py --scale 0.1           # a tenth of every phase's time
 
 A run that was cut short continues where its folder left off.
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny_pair"))
     parser.add_argument("--chat", type=Path, default=ROOT / "data" / "chat.jsonl.xz")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for phase, minutes in (("target", 5.4), ("unlearn", 0.8), ("answer", 1.3), ("drafter", 4.4)):
+    for phase, minutes in (("target", 5.2), ("unlearn", 0.7), ("answer", 1.0), ("drafter", 4.5), ("refine", 4.0)):
         parser.add_argument(f"--{phase}-minutes", type=float, default=minutes)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the minutes of every phase")
     parser.add_argument("--max-steps", type=int, help="limit the steps of every phase (for a quick check)")
@@ -38,6 +38,7 @@ def main() -> None:
         unlearn_minutes=args.unlearn_minutes * args.scale,
         answer_minutes=args.answer_minutes * args.scale,
         drafter_minutes=args.drafter_minutes * args.scale,
+        refine_minutes=args.refine_minutes * args.scale,
         max_steps=args.max_steps,
         tokens_per_batch=args.tokens_per_batch,
         answer_batch=args.answer_batch,

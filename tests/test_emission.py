@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from support.tiny_models import tiny_drafter, tiny_target
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hybridspec_hf import HybridSpecConfig
 
@@ -65,6 +65,57 @@ def test_criteria_are_called_once_per_token_and_cut_the_block(pair, at):
         input_ids=IDS, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([stop_ours]), **MODE
     )
     assert torch.equal(ours, plain) and stop_ours.seen == stop_plain.seen
+
+
+def assert_same_text(pair, **options):
+    """AR, whole blocks and short ones against plain generate, dtype included."""
+    model, drafter = pair
+    options = {"input_ids": IDS, "max_new_tokens": 24, "do_sample": False, **options}
+    plain = model.generate(**options)
+    for config in (None, HybridSpecConfig(policy="full"), HybridSpecConfig(policy="static:3")):
+        drafting = {"assistant_model": drafter, "hybridspec_config": config} if config else {}
+        ours = model.generate(generation_mode="hybridspec", **options, **drafting)
+        assert ours.dtype == plain.dtype and torch.equal(ours, plain), config
+    return plain
+
+
+@pytest.mark.parametrize("length, budget, want", [(12, 24, 12), (20, 4, 20), (5, 24, 6), (2, 24, 6)])
+def test_a_length_criterion_of_the_caller_replaces_the_config(pair, length, budget, want):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=length)])
+    assert assert_same_text(pair, max_new_tokens=budget, stopping_criteria=criteria).shape[1] == want
+
+
+def test_a_length_criterion_below_a_long_prompt_still_emits_a_token(pair):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=8)])
+    ids = torch.randint(1, 90, (1, 300))
+    assert assert_same_text(pair, input_ids=ids, stopping_criteria=criteria).shape[1] == 301
+
+
+@pytest.mark.parametrize("config_eos", [None, 9])
+def test_an_eos_criterion_of_the_caller_replaces_the_config(pair, config_eos):
+    text = pair[0].generate(input_ids=IDS, do_sample=False, max_new_tokens=24)[0].tolist()
+    criteria = StoppingCriteriaList([EosTokenCriteria(eos_token_id=text[16])])
+    eos = None if config_eos is None else text[config_eos]
+    out = assert_same_text(pair, eos_token_id=eos, pad_token_id=0, stopping_criteria=criteria)
+    assert out.shape[1] == 6 + text[5:].index(text[16])
+
+
+@pytest.mark.parametrize("answer", [bool, lambda done: torch.tensor(done), lambda done: torch.tensor([[done]])])
+def test_criteria_may_answer_with_a_bool_or_any_shape(pair, answer):
+    criteria = StoppingCriteriaList([lambda ids, scores, **kwargs: answer(ids.shape[1] >= 14)])
+    assert assert_same_text(pair, stopping_criteria=criteria).shape[1] == 14
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_prompt_dtypes(pair, dtype):
+    assert_same_text(pair, input_ids=IDS.to(dtype))
+
+
+def test_a_config_without_drafter_is_noted(pair):
+    options = {"input_ids": IDS, "return_dict_in_generate": True, **MODE}
+    assert pair[0].generate(**options).report.notes == []
+    out = pair[0].generate(hybridspec_config=HybridSpecConfig(policy="full"), **options)
+    assert out.report.policy == "ar" and "no effect" in out.report.notes[0]
 
 
 def test_max_time_stops_early(pair):

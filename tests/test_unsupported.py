@@ -2,23 +2,12 @@
 
 import pytest
 import torch
+from support.streamers import CountingStreamer
 from support.tiny_models import tiny_drafter, tiny_target
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from hybridspec_hf import DFlashDrafter, HybridSpecConfig
-
-
-class CountingStreamer:
-    """Counts what reaches the user."""
-
-    def __init__(self):
-        self.puts = 0
-
-    def put(self, value):
-        self.puts += 1
-
-    def end(self):
-        pass
+from hybridspec_hf.validation import ASSISTANT_OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +41,17 @@ CASES = {
     "no_cache": ({**MODE, "use_cache": False}, "use_cache"),
     "offloaded_cache": ({**MODE, "cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "padding": ({**MODE, "attention_mask": torch.tensor([[0, 1, 1, 1]])}, "attention_mask"),
+    "assistant_tokenizer": ({**MODE, "tokenizer": object(), "assistant_tokenizer": object()}, "assistant_tokenizer"),
     "synced_gpus": ({**MODE, "synced_gpus": True}, "synced_gpus"),
     "policy": ({**MODE, "hybridspec_config": {"policy": "fastest"}}, "Unknown policy 'fastest'"),
     "policy_length": ({**MODE, "hybridspec_config": {"policy": "static:1"}}, "static:1"),
     "policy_too_long": ({**MODE, "hybridspec_config": {"policy": "static:17"}}, "17 tokens"),
     "config_key": ({**MODE, "hybridspec_config": {"police": "full"}}, "police"),
+    "assistant_tokens": ({**MODE, "num_assistant_tokens": 3}, "num_assistant_tokens"),
+    "assistant_threshold": ({**MODE, "assistant_confidence_threshold": 0.9}, "assistant_confidence_threshold"),
+    "assistant_schedule": ({**MODE, "num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule"),
+    "assistant_lookbehind": ({**MODE, "assistant_lookbehind": 3}, "assistant_lookbehind"),
+    "target_lookbehind": ({**MODE, "target_lookbehind": 3}, "target_lookbehind"),
     "config_type": ({**MODE, "hybridspec_config": "full"}, "HybridSpecConfig"),
 }  # fmt: skip
 
@@ -100,7 +95,7 @@ def test_unsupported_target(drafter):
 
 @pytest.mark.parametrize("changes, numbers", [
     ({"hidden_size": 48, "head_dim": 12}, ("48", "32")),
-    ({"vocab_size": 120}, ()),
+    ({"vocab_size": 120}, ("120", "97")),
     ({"target_layer_ids": [0, 4]}, ("4",)),
 ])  # fmt: skip
 def test_wrong_drafter(model, changes, numbers):
@@ -116,12 +111,31 @@ def test_drafter_in_half_precision_is_refused(model, drafter):
         model.generate(input_ids=IDS, assistant_model=half, **MODE)
 
 
-def test_errors_come_before_any_token(model, drafter):
+@pytest.mark.parametrize("defaults", [{}, ASSISTANT_OPTIONS])
+def test_default_options_of_assisted_generation_are_no_request(model, drafter, defaults):
+    plain = model.generate(input_ids=IDS, max_new_tokens=6, do_sample=False)
+    config = GenerationConfig(**MODE, **defaults)
+    assert torch.equal(model.generate(input_ids=IDS, generation_config=config, assistant_model=drafter), plain)
+    assert torch.equal(model.generate(input_ids=IDS, assistant_model=drafter, **MODE, **defaults), plain)
+    assert set(ASSISTANT_OPTIONS) == {name for name in vars(config) if "num_assistant" in name} | {
+        "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"
+    }  # fmt: skip
+
+
+EXPERTS = {"mean_new_pairs": [1.0] * 17, "mean_new_pairs_given": [[1.0] * 6] * 17, "num_moe_layers": 4, "top_k": 5}
+COST = {"target_cost": [1.0] * 9, "fixed_cost": 1.0, "stage0_token_cost": 0.1, "expert_cost": 0.1}
+
+
+@pytest.mark.parametrize("options", [
+    {"repetition_penalty": 1.3},
+    {"hybridspec_config": {"experts": EXPERTS}},
+    {"hybridspec_config": {"cost": COST}},
+    {"hybridspec_config": {"policy": "nominal", "cost": {**COST, "fixed_cost": None}}},
+])  # fmt: skip
+def test_errors_come_before_any_token(model, drafter, options):
     streamer = CountingStreamer()
     with pytest.raises(ValueError):
-        model.generate(
-            input_ids=IDS, assistant_model=drafter, streamer=streamer, **{**MODE, "repetition_penalty": 1.3}
-        )
+        model.generate(input_ids=IDS, assistant_model=drafter, streamer=streamer, **MODE, **options)
     # transformers hands the prompt to the streamer before any decoding method runs
     assert streamer.puts == 1
 
@@ -131,3 +145,8 @@ def test_split_over_devices_is_refused(drafter):
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match="one device"):
         model.generate(input_ids=IDS, generation_mode="hybridspec", max_new_tokens=3, do_sample=False)
+
+
+def test_a_cache_that_does_not_fit_says_what_to_lower(model, drafter):
+    with pytest.raises(RuntimeError, match="max_new_tokens"):
+        model.generate(input_ids=IDS, assistant_model=drafter, **{**MODE, "max_new_tokens": 10**12})

@@ -16,6 +16,7 @@ class CacheShape:
         attention_layers, kv_heads, head_dim: the softmax-attention layers (LA, HKV, DH).
         gdn_layers, key_heads, value_heads, key_dim, value_dim: the GDN layers (L, H, HV, K, V).
         conv_taps, conv_channels: their causal convolution (C channels).
+        rotary_axes: 3 for the multimodal rotary, else 1.
         dtype, device: of K/V and convolution rows; states and factors are fp32 (fp64 for an fp64 model).
     """
 
@@ -29,6 +30,7 @@ class CacheShape:
     value_dim: int
     conv_taps: int
     conv_channels: int
+    rotary_axes: int
     dtype: torch.dtype
     device: torch.device
 
@@ -47,9 +49,10 @@ class TargetCache:
         state: `[L, HV, V, K]`, fp32, the recurrent states after `length` tokens.
         factors: z `[L, W, HV, V]`, k `[L, W, H, K]`, g `[L, W, HV]`, fp32, of this round's tokens.
         length: `[1]`, int64, number of committed tokens.
-        position_offset: `[1]`, int64, rotary position of the token at slot 0 (not 0 behind an image).
+        position_offset: `[axes]`, int64, rotary position of the token at slot 0 (not 0 behind an image).
     """
 
+    @torch.inference_mode(False)
     def __init__(self, shape: CacheShape, *, capacity: int, block: int) -> None:
         s, device = shape, shape.device
         self.shape, self.capacity, self.block = shape, capacity, block
@@ -67,7 +70,7 @@ class TargetCache:
             g=self.state.new_zeros(s.gdn_layers, block, s.value_heads),
         )
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
-        self.position_offset = torch.zeros(1, dtype=torch.int64, device=device)
+        self.position_offset = torch.zeros(s.rotary_axes, dtype=torch.int64, device=device)
 
     def slots(self, count: int) -> Tensor:
         """`[count]`, int64, the slots of this round's first `count` tokens."""
@@ -94,5 +97,20 @@ class TargetCache:
         """Advance every part of the cache through the committed tokens (`[1]`, integer, on the device)."""
         gdn_commit_ref(self.state, self.factors, num_committed)
         conv_commit_ref(self.conv, self.shape.conv_taps, num_committed)
+        self._clear_rejected(num_committed)
         # K/V of the committed tokens are in place already
         self.length += num_committed
+
+    def _clear_rejected(self, num_committed: Tensor) -> None:
+        """Zero the K/V of rejected tokens: a NaN or inf there would reach later rounds as 0 * NaN behind the mask."""
+        slots = self.slots(self.block)
+        kept = (torch.arange(self.block, device=slots.device) < num_committed)[:, None]
+        for buffer in (self.keys, self.values):
+            rows = buffer.index_select(2, slots)
+            buffer.index_copy_(2, slots, torch.where(kept, rows, 0.0))
+
+    def reset(self) -> None:
+        """Empty the cache; nothing of the last request stays, finite or not."""
+        buffers = (self.keys, self.values, self.conv, self.state, *self.factors, self.length, self.position_offset)
+        for buffer in buffers:
+            buffer.zero_()

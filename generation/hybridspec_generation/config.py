@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,30 +19,32 @@ Table = TypeVar("Table", bound="_Table")
 
 
 class _Table:
-    """A frozen dataclass of numbers that travels as JSON: lists become tuples, unknown keys and NaN raise."""
+    """A frozen dataclass of finite numbers that travels as JSON: lists become tuples, nothing else passes."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            if not _finite(getattr(self, f.name)):
+            value = getattr(self, f.name)
+            if not (isinstance(value, str) if f.name == "source" else _finite(value)):
                 raise ValueError(f"{type(self).__name__}.{f.name} must hold finite numbers only. Calibrate again.")
 
     @classmethod
     def from_dict(cls: type[Table], values: dict[str, Any]) -> Table:
-        """The table from JSON types; unknown keys raise ValueError."""
-        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-        unknown = sorted(set(values) - known)
-        if unknown:
+        """The table from JSON types; unknown and missing keys raise ValueError."""
+        known = {f.name: f.default is MISSING for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(values) - set(known))
+        missing = sorted(name for name, needed in known.items() if needed and name not in values)
+        if unknown or missing:
             raise ValueError(
-                f"{cls.__name__} got unknown keys {unknown}; it knows {sorted(known)}. "
-                "The file may come from a newer version of hybridspec_hf: update, or remove these keys."
+                f"{cls.__name__} got unknown keys {unknown} and misses {missing}; it knows {sorted(known)}. "
+                "The file may come from another version of hybridspec_hf: update, or calibrate again."
             )
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return all(_finite(v) for v in value)
-    return not isinstance(value, float) or math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _tuples(value: Any) -> Any:
@@ -75,11 +78,22 @@ class AcceptanceTable(_Table):
             )
         if len(self.weights) != 6:
             raise ValueError(f"weights needs 6 numbers (see AcceptanceTable), got {len(self.weights)}.")
+        ascending = all(a <= b for row in self.confidence_knots for a, b in zip(row, row[1:], strict=False))
+        within = all(0 <= value <= 1 for row in self.acceptance_knots for value in row)
+        if not ascending or not within:
+            raise ValueError("confidence_knots must ascend and acceptance_knots lie in [0, 1]. Calibrate again.")
+        if any(len(row) != self.num_draft_tokens for row in self.reference_rounds):
+            raise ValueError(f"reference_rounds needs rows of D = {self.num_draft_tokens} values. Calibrate again.")
 
     @property
     def num_draft_tokens(self) -> int:
         """D, the draft tokens of a block."""
         return len(self.confidence_knots)
+
+    @property
+    def block(self) -> int:
+        """W, the block size it was made for."""
+        return self.num_draft_tokens + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +116,17 @@ class CostTable(_Table):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.target_cost) < 3 or min(self.target_cost[2:]) < 0 or self.fixed_cost < 0:
+        seconds = (*self.target_cost, self.fixed_cost, self.stage0_token_cost, self.expert_cost)
+        if len(self.target_cost) < 3 or min(seconds) < 0:
             raise ValueError(
-                f"target_cost needs W+1 >= 3 non-negative seconds (index = length) and fixed_cost >= 0, got "
-                f"{len(self.target_cost)} values and fixed_cost={self.fixed_cost}. Measure it again."
+                f"target_cost needs W+1 >= 3 values (index = length), fixed_cost and all other times must be >= 0; "
+                f"got {len(self.target_cost)} values and a smallest time of {min(seconds)} seconds. Measure it again."
             )
+
+    @property
+    def block(self) -> int:
+        """W, the block size it was measured for."""
+        return len(self.target_cost) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +155,11 @@ class ExpertTable(_Table):
                 f"{len(self.mean_new_pairs)} lengths, got {len(self.mean_new_pairs_given)} rows of {sorted(widths)}."
             )
 
+    @property
+    def block(self) -> int:
+        """W, the block size it was counted for."""
+        return len(self.mean_new_pairs) - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class HybridSpecConfig:
@@ -160,8 +185,8 @@ class HybridSpecConfig:
     def __post_init__(self) -> None:
         if self.policy not in (*ADAPTIVE_POLICIES, "full"):
             self._check_static()
-        if self.throughput is not None and not self.throughput > 0:
-            raise ValueError(f"throughput (rho) must be positive tokens per second, got {self.throughput}.")
+        if self.throughput is not None and not (_finite(self.throughput) and self.throughput > 0):
+            raise ValueError(f"throughput (rho) must be positive tokens per second, got {self.throughput!r}.")
         for name, kind in (("acceptance", AcceptanceTable), ("experts", ExpertTable), ("cost", CostTable)):
             value = getattr(self, name)
             if isinstance(value, dict):
@@ -170,8 +195,7 @@ class HybridSpecConfig:
                 raise ValueError(f"{name} must be a {kind.__name__} or its dict, got {type(value).__name__}.")
 
     def _check_static(self) -> None:
-        name, _, number = str(self.policy).partition(":")
-        if name != "static" or not number.isdigit() or int(number) < 2:
+        if not re.fullmatch(r"static:([2-9]|[1-9][0-9]+)", str(self.policy), re.ASCII):
             raise ValueError(f"Unknown policy {self.policy!r}. Use {POLICIES}.")
 
     @property
@@ -257,14 +281,7 @@ class SelectionTables(NamedTuple):
         throughput: float,
         device: torch.device,
     ) -> "SelectionTables":
-        """Tables of matching sizes (D draft tokens, W + 1 lengths) as tensors on `device`."""
-        lengths = acceptance.num_draft_tokens + 2
-        if len(cost.target_cost) != lengths or len(experts.mean_new_pairs) != lengths:
-            raise ValueError(
-                f"The tables disagree on the block: acceptance has {lengths - 2} draft tokens, target_cost "
-                f"{len(cost.target_cost)} and mean_new_pairs {len(experts.mean_new_pairs)} lengths (both need "
-                f"{lengths}). Calibrate them on one drafter."
-            )
+        """Tables of one block size as tensors on `device`."""
         values = (
             acceptance.confidence_knots, acceptance.acceptance_knots, acceptance.weights, cost.target_cost,
             [cost.stage0_token_cost], [cost.expert_cost], [throughput], experts.mean_new_pairs,

@@ -4,33 +4,48 @@ import json
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hybridspec_generation import AcceptanceTable, DecodeReport, ExpertTable, HybridSpecConfig
 from hybridspec_generation.config import CostTable, SelectionTables
 from hybridspec_generation.round import Round
 from hybridspec_generation.throughput import solve_throughput
 
+from ..engine import Engine
+from ..models import SplitTarget
 from .latency import measure_cost
 
 DEFAULTS = "default_tables.json"
 
 
-def selection_tables(
-    config: HybridSpecConfig, engine: Any, r: Round, text: torch.Tensor, report: DecodeReport
-) -> SelectionTables:
-    """Resolve every table of the config for this pair and note in the report what was assumed or measured.
+class TableSet(NamedTuple):
+    """The tables of one request before anything ran: `cost` is None until it is measured.
+
+    Attributes:
+        throughput: rho, or None to solve it once the cost is known.
+        notes: which of them are shipped defaults.
+    """
+
+    acceptance: AcceptanceTable
+    experts: ExpertTable
+    cost: CostTable | None
+    throughput: float | None
+    notes: list[str]
+
+
+def choose_tables(config: HybridSpecConfig, target: SplitTarget, block: int) -> TableSet:
+    """Given and shipped tables for this pair, all checks made.
 
     Args:
-        config: an adaptive policy. engine: holds the pair's measured cost.
-        r: a prefilled round, and text `[T]`, int64, of its prompt, to measure on.
+        config: an adaptive policy. target: the pair's target. block: W, the drafter's block size.
 
     Raises:
         ValueError: if a given table belongs to another target or block size.
     """
-    block, target = r.state.block, engine.target
+    _check_blocks(config, block)
     acceptance = config.acceptance or fit_acceptance(default_tables()[0], block)
     experts = config.experts or fit_experts(default_tables()[1], block, target.top_k, target.num_moe_layers)
     if (experts.top_k, experts.num_moe_layers) != (target.top_k, target.num_moe_layers):
@@ -39,34 +54,48 @@ def selection_tables(
             f"layers, this one has top_k={target.top_k} and {target.num_moe_layers}. Calibrate on this target, or "
             "leave experts out to use the shipped default."
         )
-    cost = config.cost or measured_cost(engine, r, text)
-    throughput = config.throughput or pooled_throughput(acceptance, cost)
-    for name, given, table in (("acceptance", config.acceptance, acceptance), ("experts", config.experts, experts)):
-        if given is None:
-            report.notes.append(f"{name}: shipped default ({table.source})")
-    if config.cost is None:
-        report.notes.append(f"cost: {cost.source}")
-    return SelectionTables.build(acceptance, cost, experts, throughput, r.state.remaining.device)
-
-
-def measured_cost(engine: Any, r: Round, text: torch.Tensor) -> CostTable:
-    """The pair's cost table, measured by its first request and kept with the engine."""
-    if engine.cost is None:
-        engine.cost = measure_cost(r, text)
-    return engine.cost
-
-
-def pooled_throughput(acceptance: AcceptanceTable, cost: CostTable) -> float:
-    """rho over the acceptance table's reference rounds.
-
-    Raises:
-        ValueError: if the table has none.
-    """
-    if not acceptance.reference_rounds:
+    if config.throughput is None and not acceptance.reference_rounds:
         raise ValueError(
             "The acceptance table has no reference_rounds, so rho cannot be solved. "
             "Set HybridSpecConfig(throughput=tokens_per_second), or calibrate again."
         )
+    notes = []
+    if config.acceptance is None:
+        notes.append(f"acceptance: shipped default ({acceptance.source})")
+    if config.experts is None:
+        notes.append(f"experts: shipped default ({experts.source})")
+    return TableSet(acceptance, experts, config.cost, config.throughput, notes)
+
+
+def _check_blocks(config: HybridSpecConfig, block: int) -> None:
+    for name in ("acceptance", "experts", "cost"):
+        table = getattr(config, name)
+        if table is not None and table.block != block:
+            raise ValueError(
+                f"The {name} table of hybridspec_config is for a block of {table.block} tokens (anchor included), the "
+                f"drafter's has {block}. Calibrate with this drafter, or leave {name} out."
+            )
+
+
+def selection_tables(
+    tables: TableSet, engine: Engine, r: Round, text: Tensor, report: DecodeReport
+) -> SelectionTables:
+    """The tables on the device; the cost is measured by the pair's first request and kept with its engine.
+
+    Args:
+        r: a prefilled round, and text `[T]`, int64, of its prompt, to measure on.
+    """
+    report.notes.extend(tables.notes)
+    cost = tables.cost
+    if cost is None:
+        cost = engine.cost = engine.cost or measure_cost(r, text)
+        report.notes.append(f"cost: {cost.source}")
+    throughput = tables.throughput or pooled_throughput(tables.acceptance, cost)
+    return SelectionTables.build(tables.acceptance, cost, tables.experts, throughput, r.state.remaining.device)
+
+
+def pooled_throughput(acceptance: AcceptanceTable, cost: CostTable) -> float:
+    """rho over the acceptance table's reference rounds."""
     rounds = torch.tensor(acceptance.reference_rounds, dtype=torch.float64)
     return solve_throughput(rounds, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
 
@@ -99,9 +128,10 @@ def fit_experts(table: ExpertTable, block: int, top_k: int, num_moe_layers: int)
     A rough default: the share of a token's experts that are new is taken from the tiny pair.
     """
     if not top_k:
-        zeros = (0.0,) * (block + 1)
-        return ExpertTable(mean_new_pairs=zeros, mean_new_pairs_given=((0.0,),) * (block + 1), num_moe_layers=0,
-                           top_k=0, source="dense target")  # fmt: skip
+        return ExpertTable(
+            mean_new_pairs=(0.0,) * (block + 1), mean_new_pairs_given=((0.0,),) * (block + 1),
+            num_moe_layers=num_moe_layers, top_k=0, source="no router in Layer 0",
+        )  # fmt: skip
     scale = (num_moe_layers * top_k) / (table.num_moe_layers * table.top_k)
     mean = [scale * value for value in _resize(table.mean_new_pairs, block + 1)]
     # row w0: nbar_all at n = 0..topk of the tiny pair, read at the same share of the token's experts

@@ -18,6 +18,7 @@ class DraftContext(NamedTuple):
     values: Tensor
 
     @classmethod
+    @torch.inference_mode(False)
     def allocate(cls, drafter: DFlashDrafter, capacity: int) -> "DraftContext":
         """Room for `capacity` tokens, the block in flight included."""
         config, weight = drafter.config, drafter.fc.weight

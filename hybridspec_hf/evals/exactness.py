@@ -77,23 +77,24 @@ def check_exactness(
     max_new_tokens: int,
     fp32_model: Any = None,
 ) -> list[PolicyResult]:
-    """Decode every prompt with plain generate and with each policy.
+    """Decode every prompt with plain generate and with each policy; EOS is ignored, so every output is full length.
 
     Args:
         prompts: token ids `[1, T]` each. fp32_model: an fp32 copy of the model for `Divergence.gap_fp32`
             (default: the model itself).
     """
     bar = tqdm(total=len(prompts) * (1 + len(policies)), desc="exactness", unit="request")
+    length: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": None}
     plain = []
     for ids in prompts:
-        plain.append(model.generate(input_ids=ids, max_new_tokens=max_new_tokens, do_sample=False)[0])
+        plain.append(model.generate(input_ids=ids, do_sample=False, **length)[0])
         bar.update()
     results = []
     for policy in policies:
         outputs = []
         for ids in prompts:
             options = generate_options(policy, drafter)
-            outputs.append(model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **options))
+            outputs.append(model.generate(input_ids=ids, **length, **options))
             bar.update()
         results.append(compare(policy, model, fp32_model or model, prompts, plain, outputs))
     bar.close()

@@ -18,6 +18,10 @@ from hybridspec_kernels import conv_verify_ref, gdn_verify_ref
 
 Rotary = tuple[Tensor, Tensor]
 
+# modules whose forward hooks only look: transformers leaves its own in place after output_hidden_states=True, and
+# another thread's prefill may have ours on at the same time
+PASSIVE_HOOKS = ("transformers.utils.output_capturing", "hybridspec_hf.prefill")
+
 
 class GDNInputs(NamedTuple):
     """Projections of a GDN layer: mixed_qkv `[w, C]`, gate z `[w, HV*V]`, raw b and a `[w, HV]`."""
@@ -34,7 +38,7 @@ class SplitTarget:
     Attributes:
         MODEL_CLASSES: names of the transformers classes that the family accepts.
         rotary_axes: rows of the rotary positions (3 for the multimodal rotary of qwen3_5, else 1).
-        layers, norm, embed_tokens, lm_head: the model's modules.
+        layers, norm, embed_tokens, lm_head: the model's modules. mixers: each layer's GDN or attention module.
     """
 
     MODEL_CLASSES: ClassVar[tuple[str, ...]]
@@ -46,17 +50,20 @@ class SplitTarget:
         text = getattr(text, "language_model", text)
         config = text.config
         check_one_device(model)
-        if config.hidden_act != "silu":
-            raise ValueError(
-                f"The target has hidden_act={config.hidden_act!r}; HybridSpec's GDN forward is written for silu."
-            )
+        check_plain_forwards(bypassed_modules(model, text))
+        check_config(config)
         self.layers = text.layers[: config.num_hidden_layers]
         self.norm, self.embed_tokens = text.norm, text.embed_tokens
         self.rotary_emb: Any = text.rotary_emb
         self.lm_head: Any = model.lm_head
         self.feature_layers = feature_layers
         self.hidden_size: int = config.hidden_size
-        self.layer_types: list[str] = list(config.layer_types)
+        # the layers' own, which may have been put into another order
+        self.layer_types: list[str] = [layer.block_type for layer in self.layers]
+        self.mixers = [
+            layer.linear_attn if kind == "linear_attention" else layer.self_attn
+            for layer, kind in zip(self.layers, self.layer_types, strict=True)
+        ]
         # index of each layer among those of its kind
         self.kind_index = [self.layer_types[:i].count(kind) for i, kind in enumerate(self.layer_types)]
         moe_layers = [layer for layer in self.layers if hasattr(layer.mlp, "experts")]
@@ -79,6 +86,7 @@ class SplitTarget:
             value_dim=value_dim,
             conv_taps=config.linear_conv_kernel_dim,
             conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+            rotary_axes=self.rotary_axes,
             dtype=self.embed_tokens.weight.dtype,
             device=self.embed_tokens.weight.device,
         )
@@ -137,9 +145,9 @@ class SplitTarget:
     def mix_tokens(self, i: int, hidden_states: Tensor, cache: TargetCache, rotary: Rotary | None = None) -> Tensor:
         """Token mixer of layer i on `[w, H]`: writes its part of the cache, commits nothing."""
         if self.layer_types[i] == "linear_attention":
-            return self.gated_delta_net(self.layers[i].linear_attn, self.kind_index[i], hidden_states, cache)
+            return self.gated_delta_net(self.mixers[i], self.kind_index[i], hidden_states, cache)
         rotary = self.rotary(hidden_states, cache) if rotary is None else rotary
-        return self.attention(self.layers[i].self_attn, self.kind_index[i], hidden_states, cache, rotary)
+        return self.attention(self.mixers[i], self.kind_index[i], hidden_states, cache, rotary)
 
     def rotary(self, hidden_states: Tensor, cache: TargetCache) -> Rotary:
         """cos and sin `[1, w, D]` at this round's positions."""
@@ -202,4 +210,57 @@ def check_one_device(model: nn.Module) -> None:
         raise ValueError(
             f"HybridSpec needs the whole target on one device, found its weights on {devices}. "
             'Load it with device_map={"": "cuda:0"} (or "cpu"), without offloading.'
+        )
+
+
+def bypassed_modules(model: Any, text: Any) -> list[Any]:
+    """The modules whose parts rounds call one by one: what hangs on their own forward would be left out."""
+    mixers = [
+        getattr(layer, name) for layer in text.layers for name in ("linear_attn", "self_attn") if hasattr(layer, name)
+    ]
+    first_mlp = text.layers[0].mlp
+    return [model, model.model, text, *text.layers, *mixers, *([first_mlp] if hasattr(first_mlp, "experts") else [])]
+
+
+def check_plain_forwards(modules: list[Any]) -> None:
+    """Raise if one of the modules runs more than its transformers class does: hooks, or another forward."""
+    for module in modules:
+        hooks = [*list(module._forward_hooks.values()), *list(module._forward_pre_hooks.values())]
+        foreign = [hook for hook in hooks if getattr(hook, "__module__", None) not in PASSIVE_HOOKS]
+        if foreign or not runs_own_forward(module):
+            what = "has forward hooks" if foreign else "does not run the forward of its transformers class"
+            raise ValueError(
+                f"{type(module).__name__} {what}, which HybridSpec's rounds would not run. Remove the hook or the "
+                "override (hooks on linear layers, norms and routers do run), or drop generation_mode."
+            )
+
+
+def runs_own_forward(module: Any) -> bool:
+    """Whether a call ends in the forward of the module's transformers class, perhaps compiled or under accelerate."""
+    # torch.compile(module)
+    module = getattr(module, "_orig_mod", module)
+    kind: Any = type(module)
+    own: Any = next((base for base in kind.__mro__ if base.__module__.startswith("transformers.")), None)
+    if own is None or kind.forward is not own.forward:
+        return False
+    # torch.compile(module.forward)
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    # accelerate keeps its device hook on the instance and says so
+    return forward is None or hasattr(module, "_hf_hook") or getattr(forward, "__func__", None) is own.forward
+
+
+def check_config(config: Any) -> None:
+    """Raise for an activation that the GDN forward here does not have, or rotary angles that depend on the call."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(
+            f"The target has hidden_act={config.hidden_act!r}; HybridSpec's GDN forward is written for silu. "
+            "Drop generation_mode to use plain generate."
+        )
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f"The target's rope_type is {rope_type!r}: its angles change with the text's length, so tokens verified "
+            'together would be rotated differently. Use "default", "linear", "yarn" or "llama3", or drop '
+            "generation_mode."
         )

@@ -96,12 +96,15 @@ class DraftData:
     def __init__(self, target: Any, answered: Answered, layer_ids: list[int], tokens_per_batch: int) -> None:
         device = target.device
         order = sorted(range(len(answered)), key=lambda i: len(answered.prompts[i]) + len(answered.answers[i]))
-        rows = [answered.prompts[i] + answered.answers[i] for i in order]
+        self.rows = [(answered.prompts[i], answered.answers[i]) for i in order]
+        rows = [prompt + answer for prompt, answer in self.rows]
         self.tokens_per_batch = tokens_per_batch
         self.lengths = torch.tensor([len(row) for row in rows], device=device)
         self.prompts = torch.tensor([len(answered.prompts[i]) for i in order], device=device)
         self.starts = self.lengths.cumsum(0) - self.lengths
         self.ids = torch.tensor([i for row in rows for i in row], device=device)
+        # how likely each token is to be drawn as an anchor
+        self.anchor_weight = torch.ones(len(self.ids), device=device)
         width = len(layer_ids) * target.config.hidden_size
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.features = torch.empty(len(self.ids), width, device=device, dtype=dtype)
@@ -146,9 +149,13 @@ class DraftData:
                 rows = torch.tensor(chunk, device=self.ids.device)
                 index, lengths = self._index(rows)
                 # an anchor is a token of the answer that has a successor
-                low, span = self.prompts[rows], (lengths - 1 - self.prompts[rows]).clamp_min(1)
-                draw = torch.rand(len(chunk), anchors, device=rows.device, generator=generator)
-                yield self._ids(rows)[0], self.features[index], lengths, low[:, None] + (draw * span[:, None]).long()
+                column, first = torch.arange(index.shape[1], device=rows.device), self.prompts[rows]
+                last = torch.maximum(first, lengths - 2)
+                allowed = (column >= first[:, None]) & (column <= last[:, None])
+                chosen = torch.multinomial(
+                    self.anchor_weight[index] * allowed, anchors, replacement=True, generator=generator
+                )
+                yield self._ids(rows)[0], self.features[index], lengths, chosen
 
 
 @torch.no_grad()
@@ -173,11 +180,16 @@ def train_drafter(
     log: TrainLog,
     lr: float = 2e-3,
     anchors: int = 24,
+    decay: float = DECAY,
 ) -> float:
-    """Train in place within the time budget; returns the teacher-forced AL on held-back answers."""
+    """Train in place within the time budget; returns the teacher-forced AL on held-back answers.
+
+    Args:
+        decay: the loss weight of draft position k is exp(-(k - 1) / decay).
+    """
     size = drafter.config.block_size
     assert size is not None
-    weight = torch.exp(-torch.arange(size - 1, device=target.device) / DECAY)
+    weight = torch.exp(-torch.arange(size - 1, device=target.device) / decay)
     optimizer = adamw(drafter, lr, weight_decay=0.05, vector_lr=3 * lr)
 
     def step(batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from hybridspec_hf.training.evaluate import evaluate_pair
 from hybridspec_hf.training.loop import Budget, TrainLog
 from hybridspec_hf.training.math_problems import math_row
 from hybridspec_hf.training.onpolicy import Answered, collect, loops, prompt_stream, unlearn_loops
+from hybridspec_hf.training.refine import deepen, favour_round_starts
 from hybridspec_hf.training.target import target_config, train_target, use_dense_experts
 from hybridspec_hf.training.teacher import sample_prompt
+
+# prompts that the target answers: to unlearn loops, then to train the drafter, and again to refine it
+STREAM_SEEDS = (5, 9, 13)
 
 
 @dataclass(kw_only=True)
@@ -30,10 +35,11 @@ class PairRun:
     out: Path
     chat: Path
     device: torch.device
-    target_minutes: float = 5.4
-    unlearn_minutes: float = 0.8
-    answer_minutes: float = 1.3
-    drafter_minutes: float = 4.4
+    target_minutes: float = 5.2
+    unlearn_minutes: float = 0.7
+    answer_minutes: float = 1.0
+    drafter_minutes: float = 4.5
+    refine_minutes: float = 4.0
     max_steps: int | None = None
     math_rows: int = 40000
     code_rows: int = 30000
@@ -43,24 +49,38 @@ class PairRun:
     max_new_tokens: int = 256
 
 
-def held_out_prompts(rows: list[Row], per_category: int, seed: int = 11) -> list[dict[str, str]]:
-    """Prompts of six categories whose slots no training prompt uses: {"id", "category", "prompt"}."""
+def seen_prompts(train: list[Row], on_policy: int = 80000) -> set[str]:
+    """Every prompt of the corpus and of the streams that the target answers for its own training and the drafter's."""
+    streams = (islice(prompt_stream(seed, train), on_policy) for seed in STREAM_SEEDS)
+    return {row["prompt"] for rows in (train, *streams) for row in rows}
+
+
+def held_out_prompts(rows: list[Row], seen: set[str], per_category: int, seed: int = 11) -> list[dict[str, str]]:
+    """Prompts of seven categories that no phase of the training saw: {"id", "category", "prompt"}.
+
+    Questions, roles, stories, texts and library functions are about things that no training prompt names. Math and
+    generated code combine known things anew: a byte-level model of this size cannot spell a name it never read.
+
+    Args:
+        rows: the corpus's held-out rows. seen: prompts of the training.
+    """
     rng = random.Random(seed)
     library = [row["prompt"] for row in rows if row["prompt"].startswith(LIBRARY_PROMPT)]
     summaries = sorted({row["prompt"] for row in rows if row["category"] == "summarization"})
     chosen: dict[str, list[str]] = {
-        "coding": rng.sample(sorted(library), min(len(library), per_category // 4)),
+        "library": rng.sample(sorted(library), min(len(library), per_category)),
         "summarization": rng.sample(summaries, min(len(summaries), per_category)),
+        "coding": [],
         "math": [],
         "qa": [],
         "roleplay": [],
         "writing": [],
     }
-    full = {name for name, prompts in chosen.items() if name == "summarization" or len(prompts) >= per_category}
+    full = {"library", "summarization"}
     while len(full) < len(chosen):
-        for row in (sample_prompt(rng, "test"), math_row(rng, "test"), code_row(rng, "test")):
+        for row in (sample_prompt(rng, "test"), math_row(rng, "train"), code_row(rng, "train")):
             prompts = chosen[row["category"]]
-            if len(prompts) < per_category and row["prompt"] not in prompts:
+            if len(prompts) < per_category and row["prompt"] not in seen and row["prompt"] not in prompts:
                 prompts.append(row["prompt"])
         full |= {name for name, prompts in chosen.items() if len(prompts) >= per_category}
     return [
@@ -94,7 +114,7 @@ def _target(run: PairRun, tokenizer: Any, train: list[Row], held_out: list[Row])
     ce = train_target(model, documents, checks, budget, log)
     numbers = {"target_ce": ce, "target_steps": budget.steps, "corpus_tokens": tokens}
     if run.unlearn_minutes > 0:
-        stream = prompt_stream(5, train)
+        stream = prompt_stream(STREAM_SEEDS[0], train)
         answered = collect(model, tokenizer, stream, run.unlearn_minutes / 4, run.answer_batch, run.max_new_tokens)
         numbers["loops_before_unlearning"] = sum(loops(answered.answers)) / len(answered)
         log.write(loops_on_training_prompts=numbers["loops_before_unlearning"])
@@ -108,39 +128,49 @@ def _target(run: PairRun, tokenizer: Any, train: list[Row], held_out: list[Row])
     return numbers
 
 
-def _drafter(run: PairRun, target: Any, tokenizer: Any, train: list[Row]) -> dict[str, float]:
-    path = run.out / "answers.json"
+def _answers(run: PairRun, target: Any, tokenizer: Any, train: list[Row], seed: int) -> tuple[Answered, float]:
+    """The target's answers without its loops, which are easy to draft and teach nothing; and the share of loops."""
+    path = run.out / f"answers_{seed}.json"
     if not path.exists():
-        stream = prompt_stream(9, train)
+        stream = prompt_stream(seed, train)
         found = collect(target, tokenizer, stream, run.answer_minutes, run.answer_batch, run.max_new_tokens)
         path.write_text(json.dumps([found.prompts, found.answers]))
     answered = Answered(*json.loads(path.read_text()))
-    # loops are easy to draft: learning from them would teach nothing that is wanted
     looping = loops(answered.answers)
     kept = [i for i, a in enumerate(answered.answers) if len(a) > 4 and not looping[i]]
     if len(kept) < len(answered) // 4:
         # a target that hardly learned anything; the phases still run, for quick checks
         kept = list(range(len(answered)))
     answered = Answered([answered.prompts[i] for i in kept], [answered.answers[i] for i in kept])
+    return answered, sum(looping) / len(looping)
+
+
+def _drafter(run: PairRun, target: Any, tokenizer: Any, train: list[Row]) -> dict[str, float]:
+    """A first drafter, from random anchors of the target's answers."""
+    answered, looping = _answers(run, target, tokenizer, train, STREAM_SEEDS[1])
     drafter = DFlashDrafter(drafter_config(target.config, tokenizer.convert_tokens_to_ids(text.MASK))).to(run.device)
     initialise(drafter, target.lm_head.weight)
     data = DraftData(target, answered, drafter.config.target_layer_ids or [], run.tokens_per_batch)
     budget, log = Budget(run.drafter_minutes, run.max_steps), TrainLog(run.out, "drafter")
-    tokens = sum(map(len, answered.answers))
-    log.write(
-        answers=len(answered),
-        tokens=tokens,
-        loops=sum(looping) / len(looping),
-        parameters=sum(p.numel() for p in drafter.parameters()),
-    )
+    log.write(answers=len(answered), tokens=len(data.ids), parameters=sum(p.numel() for p in drafter.parameters()))
     al = train_drafter(target, drafter, data, budget, log)
+    drafter.save_pretrained(run.out / "first_drafter")
+    return {"drafter_steps": budget.steps, "answers": len(answered), "answer_loops": looping, "teacher_forced_al": al}
+
+
+def _refine(run: PairRun, target: Any, tokenizer: Any, train: list[Row]) -> dict[str, float]:
+    """The drafter that ships: one layer deeper, trained on fresh answers and mostly where its own rounds start."""
+    answered, _ = _answers(run, target, tokenizer, train, STREAM_SEEDS[2])
+    first = DFlashDrafter.from_pretrained(run.out / "first_drafter", dtype=torch.float32).to(run.device)
+    data = DraftData(target, answered, first.config.target_layer_ids or [], run.tokens_per_batch)
+    al = favour_round_starts(target, first, data)
+    drafter = deepen(first, target.lm_head.weight)
+    budget, log = Budget(run.refine_minutes, run.max_steps), TrainLog(run.out, "refine")
+    log.write(answers=len(answered), tokens=len(data.ids), al_before=al)
+    # most rounds end early: the first positions count more than in the first phase
+    train_drafter(target, drafter, data, budget, log, lr=1.5e-3, decay=4.0)
     drafter.bfloat16().save_pretrained(run.out / "drafter")
-    return {
-        "drafter_steps": budget.steps,
-        "answers": len(answered),
-        "answer_loops": sum(looping) / len(looping),
-        "teacher_forced_al": al,
-    }
+    return {"refine_steps": budget.steps, "refine_answers": len(answered), "al_before_refining": al}
 
 
 def train_pair(run: PairRun) -> dict[str, Any]:
@@ -150,7 +180,7 @@ def train_pair(run: PairRun) -> dict[str, Any]:
     run.out.mkdir(parents=True, exist_ok=True)
     start, clock = time.monotonic(), TrainLog(run.out, "pair")
     train, held_out = text.load_corpus(run.chat, run.math_rows, run.code_rows)
-    prompts = held_out_prompts(held_out, run.per_category)
+    prompts = held_out_prompts(held_out, seen_prompts(train), run.per_category)
     (run.out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     numbers: dict[str, Any] = {}
     if not (run.out / "target" / "model.safetensors").exists():
@@ -163,9 +193,10 @@ def train_pair(run: PairRun) -> dict[str, Any]:
     target = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.float32).to(run.device).eval()
     target.requires_grad_(False)
     use_dense_experts(target)
-    if not (run.out / "drafter" / "model.safetensors").exists():
-        numbers |= _drafter(run, target, tokenizer, train)
-        clock.write(seconds=time.monotonic() - start, done="drafter", **numbers)
+    for name, phase in (("first_drafter", _drafter), ("drafter", _refine)):
+        if not (run.out / name / "model.safetensors").exists():
+            numbers |= phase(run, target, tokenizer, train)
+            clock.write(seconds=time.monotonic() - start, done=name, **numbers)
     drafter = DFlashDrafter.from_pretrained(run.out / "drafter", dtype=torch.float32).to(run.device).eval()
     torch.set_float32_matmul_precision("highest")
     measured, answered = evaluate_pair(target, drafter, tokenizer, prompts, run.max_new_tokens)

@@ -1,18 +1,21 @@
 """Fits recover what synthetic rounds were drawn from; tables resize, round-trip and refuse nonsense."""
 
 import json
+import math
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from hybridspec_generation import AcceptanceTable, CostTable, ExpertTable, HybridSpecConfig
+from hybridspec_generation import CostTable, HybridSpecConfig
 from hybridspec_generation.config import SelectionTables
 from hybridspec_generation.throughput import solve_throughput
 from hybridspec_hf.calibration.acceptance import acceptance_quality, fit_acceptance_table
 from hybridspec_hf.calibration.capture import CaptureRounds
 from hybridspec_hf.calibration.experts import fit_expert_table, routing_correlation
-from hybridspec_hf.calibration.tables import default_tables, fit_acceptance, fit_experts
+from hybridspec_hf.calibration.tables import choose_tables, default_tables, fit_acceptance, fit_experts
 
 D, W = 15, 16
 NAN = float("nan")
@@ -92,7 +95,12 @@ def test_config_round_trips_with_every_table(tmp_path):
     ({"policy": "static:0"}, "static:0"),
     ({"policy": "static:-3"}, "static:-3"),
     ({"policy": "static:four"}, "static:four"),
-    ({"policy": ""}, "Unknown policy"),
+    *(({"policy": policy}, "Unknown policy") for policy in (
+        "", "static:", "static:1", "static:02", "static:16 ", " static:4", "STATIC:4", "static:4.0", "static:4:5",
+        "static:²", "static:٤", "static:+4", "static:1_0", "static:4\n", "Full", "ar", "hybridspec ", None, 4, True,
+        ["full"],
+    )),
+    *(({"throughput": rho}, "throughput") for rho in (-1, "5", True, math.inf, [3.0])),
     ({"throughput": 0.0}, "throughput"),
     ({"throughput": float("nan")}, "throughput"),
     ({"cost": {"target_cost": [0, 0, 1], "fixed_cost": -1, "stage0_token_cost": 0, "expert_cost": 0}}, "fixed_cost"),
@@ -109,7 +117,7 @@ def test_config_refuses_nonsense(values, message):
 
 
 @pytest.mark.parametrize("block", [2, 8, 16, 20])
-@pytest.mark.parametrize("top_k, layers", [(3, 4), (8, 40), (0, 0), (1, 2)])
+@pytest.mark.parametrize("top_k, layers", [(3, 4), (8, 40), (0, 0), (0, 3), (1, 2)])
 def test_shipped_tables_fit_any_pair(block, top_k, layers):
     acceptance, experts = default_tables()
     acceptance, experts = fit_acceptance(acceptance, block), fit_experts(experts, block, top_k, layers)
@@ -121,9 +129,76 @@ def test_shipped_tables_fit_any_pair(block, top_k, layers):
     assert (tables.mean_new_pairs <= top_k * layers + 1e-4).all()
 
 
-def test_tables_of_different_blocks_are_refused():
+PAIR = SimpleNamespace(top_k=3, num_moe_layers=4)
+
+
+def tables_for(block, top_k=3, layers=4):
     acceptance, experts = default_tables()
-    cost = CostTable(target_cost=(1.0,) * 9, fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0)
-    with pytest.raises(ValueError, match="disagree"):
-        SelectionTables.build(acceptance, cost, experts, 1.0, torch.device("cpu"))
-    assert isinstance(acceptance, AcceptanceTable) and isinstance(experts, ExpertTable)
+    cost = CostTable(target_cost=(1.0,) * (block + 1), fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0)
+    return {
+        "acceptance": fit_acceptance(acceptance, block),
+        "experts": fit_experts(experts, block, top_k, layers),
+        "cost": cost,
+    }
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"acceptance": tables_for(8)["acceptance"]}, "acceptance table .* block of 8"),
+    ({"experts": tables_for(8)["experts"]}, "experts table .* block of 8"),
+    ({"cost": tables_for(8)["cost"]}, "cost table .* block of 8"),
+    (tables_for(20), "block of 20"),
+    ({"experts": tables_for(W, top_k=5)["experts"]}, "top_k=5"),
+    ({"experts": tables_for(W, layers=99)["experts"]}, "99 MoE layers"),
+    ({"acceptance": replace(tables_for(W)["acceptance"], reference_rounds=())}, "reference_rounds"),
+])  # fmt: skip
+def test_tables_of_another_pair_are_refused(wrong, message):
+    good = tables_for(W)
+    assert choose_tables(HybridSpecConfig(**good), PAIR, W).notes == []
+    with pytest.raises(ValueError, match=message):
+        choose_tables(HybridSpecConfig(**{**good, **wrong}), PAIR, W)
+
+
+def test_notes_name_the_shipped_tables_only():
+    notes = {name: choose_tables(HybridSpecConfig(**{name: t}), PAIR, W).notes for name, t in tables_for(W).items()}
+    assert [note.partition(":")[0] for note in notes["cost"]] == ["acceptance", "experts"]
+    assert notes["acceptance"] == notes["cost"][1:] and notes["experts"] == notes["cost"][:1]
+
+
+def numbers_of(table):
+    """Field names of a table and its values as JSON gives them."""
+    return json.loads(json.dumps(asdict(table)))
+
+
+def with_leaf(value, leaf):
+    """`value` with the last number inside replaced."""
+    return [*value[:-1], with_leaf(value[-1], leaf)] if isinstance(value, list) else leaf
+
+
+@pytest.mark.parametrize("kind", ["acceptance", "experts", "cost"])
+def test_every_number_of_a_table_must_be_there_and_finite(kind):
+    good = numbers_of(tables_for(W)[kind])
+    assert HybridSpecConfig(**{kind: good}) == HybridSpecConfig(**{kind: tables_for(W)[kind]})
+    for name, value in good.items():
+        bad = [None, {}, b"1"] if name == "source" else [with_leaf(value, x) for x in (None, "1", True, NAN, math.inf)]
+        for broken in bad:
+            with pytest.raises(ValueError, match=f"{name} must"):
+                HybridSpecConfig(**{kind: {**good, name: broken}})
+        if name not in ("source", "reference_rounds"):
+            with pytest.raises(ValueError, match=f"misses .*{name}"):
+                HybridSpecConfig(**{kind: {k: v for k, v in good.items() if k != name}})
+
+
+@pytest.mark.parametrize("kind, changes, message", [
+    ("cost", {"stage0_token_cost": -1e-9}, ">= 0"),
+    ("cost", {"expert_cost": -1.0}, ">= 0"),
+    ("cost", {"target_cost": (0.0, -1.0) + (1.0,) * D}, ">= 0"),
+    ("acceptance", {"confidence_knots": ((1.0, 0.0),) * D, "acceptance_knots": ((0.0, 1.0),) * D}, "ascend"),
+    ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((0.0, 50.0),) * D}, "in \\[0, 1\\]"),
+    ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((-0.1, 1.0),) * D}, "in \\[0, 1\\]"),
+    ("acceptance", {"confidence_knots": (), "acceptance_knots": ()}, "rows"),
+    ("acceptance", {"reference_rounds": ((0.5,) * D, (0.5,) * 3)}, "reference_rounds"),
+    ("acceptance", {"weights": (0.0,) * 5}, "6 numbers"),
+])  # fmt: skip
+def test_tables_refuse_numbers_without_meaning(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(tables_for(W)[kind], **changes)

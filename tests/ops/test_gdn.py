@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hybridspec_kernels import gdn_commit_ref, gdn_recurrent_ref, gdn_verify_ref
+from hybridspec_kernels.gdn.gates import gdn_gates_ref
 from hybridspec_kernels.gdn.verify import CompactFactors
 
 SHAPES = [
@@ -101,3 +103,14 @@ def test_prefix_factors_do_not_depend_on_later_tokens():
     _, prefix = gdn_verify_ref(**part)
     for a, b in zip(whole, prefix, strict=True):
         torch.testing.assert_close(a[:6], b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_beta_rounds_as_in_transformers_and_the_decay_does_not(dtype):
+    a, b = torch.randn(2, 16, 4).to(dtype)
+    A_log, dt_bias = torch.randn(4), torch.randn(4).to(dtype)
+    log_decay, beta = gdn_gates_ref(a, b, A_log, dt_bias, torch.float32)
+    assert log_decay.dtype == beta.dtype == torch.float32
+    # GatedDeltaNet.forward of transformers, line by line
+    assert torch.equal(beta, b.sigmoid().float())
+    assert torch.equal(log_decay, -A_log.float().exp() * F.softplus(a.float() + dt_bias))

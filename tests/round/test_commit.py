@@ -9,6 +9,7 @@ from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 from hybridspec_generation import decode
 from hybridspec_generation.round import run_round
 from hybridspec_hf.drafters.block import BlockDrafter, DraftContext
+from hybridspec_hf.models import split_target
 
 TOLERANCE = 1e-5
 
@@ -89,3 +90,24 @@ def test_no_state_is_stored_per_token():
         r.target.stage0(r.state.target_input, r.cache, r.state.boundary)
         r.target.stage1(16, r.cache, r.state.boundary, None)
     assert torch.equal(r.cache.state, before), "verification must not touch the states"
+
+
+@pytest.mark.parametrize("committed", [1, 3, 16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_of_a_rejected_token_stays_visible(committed, bad):
+    model = tiny_target()
+    target = split_target(model)
+    cache, _ = filled_cache(model, target, torch.randint(1, 90, (1, 5)), None)
+    kept = cache.keys[:, :, :5].clone()
+    for buffer in (cache.keys, cache.values):
+        buffer[:, :, 5 : 5 + committed] = 1.0
+        buffer[:, :, 5 + committed : 5 + cache.block] = bad
+    for rows in (cache.conv[:, cache.shape.conv_taps - 1 :], *cache.factors):
+        rows[:, committed:] = bad
+    cache.commit(torch.tensor([committed]))
+    assert torch.equal(cache.keys[:, :, :5], kept) and bool((cache.values[:, :, 5 : 5 + committed] == 1.0).all())
+    window = cache.conv[:, : cache.shape.conv_taps - 1]
+    assert all(bool(torch.isfinite(part).all()) for part in (cache.keys, cache.values, cache.state, window))
+    cache.reset()
+    buffers = (cache.keys, cache.values, cache.conv, cache.state, *cache.factors, cache.length, cache.position_offset)
+    assert not any(bool(buffer.any()) for buffer in buffers)

@@ -57,7 +57,8 @@ def tiny_target(
     elif family == "qwen3_5_moe":
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_MOE, **options))
     else:
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**_MOE, decoder_sparse_step=1, mlp_only_layers=[], **options))
+        sparse = {**_MOE, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**{**sparse, **options}))
     return randomize(model, gain).to(dtype).eval()
 
 

@@ -11,6 +11,7 @@ from hybridspec_hf.training import dflash, evaluate
 from hybridspec_hf.training import target as tiny
 from hybridspec_hf.training.loop import Budget, TrainLog
 from hybridspec_hf.training.onpolicy import Answered, greedy_answers
+from hybridspec_hf.training.refine import START_WEIGHT, deepen, favour_round_starts
 from hybridspec_hf.training.text import train_tokenizer
 
 SMALL = dict(hidden_size=32, num_hidden_layers=4, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -139,3 +140,37 @@ def test_greedy_answers_do_not_depend_on_the_batch(pair):
     together = greedy_answers(target, tokenizer, prompts, max_new_tokens=12, batch=2)
     for prompt, answer in zip(together.prompts, together.answers, strict=True):
         assert greedy_answers(target, tokenizer, [prompt], max_new_tokens=12).answers == [answer]
+
+
+def test_deeper_drafter_starts_where_the_first_one_ended(pair):
+    target, drafter = pair
+    deeper = deepen(drafter, target.lm_head.weight)
+    assert len(deeper.layers) == len(drafter.layers) + 1 == deeper.config.num_hidden_layers
+    ids = torch.randint(4, 96, (2, 20))
+    features = dflash.target_features(target, ids, drafter.config.target_layer_ids)
+    anchors = torch.tensor([[3, 9], [5, 12]])
+    before = dflash.propose(target, drafter, ids, features, anchors)
+    assert torch.equal(dflash.propose(target, deeper, ids, features, anchors), before)
+
+
+def test_round_starts_become_likelier_anchors(pair, answered):
+    target, drafter = pair
+    data = dflash.DraftData(target, answered, drafter.config.target_layer_ids, tokens_per_batch=256)
+    al = favour_round_starts(target, drafter, data, batch=2)
+    rows = Answered([p for p, _ in data.rows], [a for _, a in data.rows])
+    rounds = evaluate.simulate_rounds(target, drafter, rows)
+    assert al == pytest.approx(rounds.emitted.float().mean().item())
+    wanted = torch.ones(len(data.ids))
+    wanted[data.starts[rounds.prompt] + rounds.start] = START_WEIGHT
+    assert torch.equal(data.anchor_weight, wanted)
+
+
+def test_anchors_are_answer_tokens_with_a_successor(pair, answered):
+    target, drafter = pair
+    data = dflash.DraftData(target, answered, drafter.config.target_layer_ids, tokens_per_batch=64)
+    data.anchor_weight[: len(data.ids) // 2] = 5.0
+    prompts = {tuple(p + a): len(p) for p, a in data.rows}
+    for _, (ids, _, lengths, anchors) in zip(range(8), data.batches(6, seed=0), strict=False):
+        for row, length, chosen in zip(ids, lengths, anchors, strict=True):
+            first = prompts[tuple(row[:length].tolist())]
+            assert ((chosen >= first) & (chosen <= max(first, int(length) - 2))).all()

@@ -24,7 +24,8 @@ def gdn_gates_ref(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, dtype: t
         `log_decay` `[W, HV]` (log alpha, <= 0) and `beta` `[W, HV]` in (0, 1).
     """
     log_decay = -A_log.to(dtype).exp() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    return log_decay, b.to(dtype).sigmoid()
+    # beta rounds to the projection's dtype first, as transformers does: in bf16 the two would drift apart otherwise
+    return log_decay, b.sigmoid().to(dtype)
 
 
 def unit_rows_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
