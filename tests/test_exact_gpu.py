@@ -9,8 +9,8 @@ from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 from hybridspec_hf.evals.exactness import check_exactness, worst_margin
 
 POLICIES = ["ar", "full", "nominal", "hybridspec", "static:2", "static:5", "static:16"]
-# in bf16 spacings at the best logit; random wide weights amplify rounding more than trained ones
-NEAR_TIE = 12.0
+# in bf16 spacings at the best logit; on a CPU the same runs stay below 1
+NEAR_TIE = 4.0
 
 
 @pytest.fixture(autouse=True)
