@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.config import CostTable
+from hybridspec_generation.state import RoundState
 
 from .drafters.block import BlockDrafter, DraftContext
 from .drafters.dflash import DFlashDrafter
@@ -78,6 +79,22 @@ class Engine:
         if drafter is None or buffers.context is None:
             return None
         return BlockDrafter(drafter, self.target.embed_tokens, self.target.lm_head, buffers.context)
+
+    def new_state(self, anchor: Tensor, block: int, eos: list[int], remaining: int) -> RoundState:
+        """Round buffers of a request whose first token `anchor` `[1]` is out and that may emit `remaining` more."""
+        target = self.target
+        state = RoundState(
+            block=block,
+            hidden_size=target.hidden_size,
+            top_k=target.top_k,
+            feature_size=len(target.feature_layers) * target.hidden_size,
+            eos=eos,
+            dtype=target.cache_shape.dtype,
+            device=target.cache_shape.device,
+        )
+        state.anchor.copy_(anchor)
+        state.remaining.fill_(remaining)
+        return state
 
     def give_back(self, buffers: Buffers) -> None:
         """Keep the buffers for the next request."""

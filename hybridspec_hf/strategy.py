@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hybridspec_generation import DecodeReport, HybridSpecConfig, RoundState, decode
+from hybridspec_generation import DecodeReport, HybridSpecConfig, decode
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
 from hybridspec_generation.round import Round
 
@@ -104,8 +104,7 @@ def start(
     emitter.emit(anchor.tolist())
     report.prompt_tokens, report.block = int(cache.length), cache.block
     report.prefill_seconds = time.perf_counter() - started
-    state = new_state(engine, cache.block, emitter)
-    state.anchor.copy_(anchor)
+    state = engine.new_state(anchor, cache.block, emitter.eos, emitter.budget - emitter.new_tokens)
     return Round(target, bound, cache, state)
 
 
@@ -117,22 +116,6 @@ def run_rounds(round_: Round, emitter: Emitter, report: DecodeReport) -> None:
         if emitter.emit(readout.tokens):
             break
     report.decode_seconds = time.perf_counter() - started
-
-
-def new_state(engine: Engine, block: int, emitter: Emitter) -> RoundState:
-    """Round buffers for a request whose first token is already emitted."""
-    target = engine.target
-    state = RoundState(
-        block=block,
-        hidden_size=target.hidden_size,
-        top_k=target.top_k,
-        feature_size=len(target.feature_layers) * target.hidden_size,
-        eos=emitter.eos,
-        dtype=target.cache_shape.dtype,
-        device=target.cache_shape.device,
-    )
-    state.remaining.fill_(emitter.budget - emitter.new_tokens)
-    return state
 
 
 def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashDrafter | None) -> int | TableSet:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hybridspec_generation import RoundState, decode
+from hybridspec_generation import decode
 from hybridspec_generation.policies import FixedLength, LengthPolicy
 from hybridspec_generation.round import Round
 from hybridspec_kernels import new_experts_ref
@@ -82,17 +82,7 @@ def open_round(
     cache = DynamicCache(config=model.config.get_text_config())
     kwargs = {"cache": cache, "use_cache": True, "logits_to_keep": 1}
     anchor = prefill(model, input_ids, model.generation_config, kwargs, target, buffers.cache, bound)
-    state = RoundState(
-        block=buffers.cache.block,
-        hidden_size=target.hidden_size,
-        top_k=target.top_k,
-        feature_size=len(target.feature_layers) * target.hidden_size,
-        eos=eos,
-        dtype=target.cache_shape.dtype,
-        device=target.cache_shape.device,
-    )
-    state.anchor.copy_(anchor)
-    state.remaining.fill_(budget - 1)
+    state = engine.new_state(anchor, buffers.cache.block, eos, budget - 1)
     return Round(target, bound, buffers.cache, state, policy or FixedLength(buffers.cache.block))
 
 
