@@ -5,9 +5,13 @@ For a real pair, put the names of a target and of its DFlash drafter into `targe
 
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybridspec_hf
+
+# for a model this small, handing work to a second CPU thread takes longer than doing it
+torch.set_num_threads(1)
 
 tiny_pair = Path(hybridspec_hf.__file__).parent / "assets" / "tiny_pair"
 target_id, drafter_id = tiny_pair / "target", tiny_pair / "drafter"

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import utils as generation_utils
 from transformers.generation.configuration_utils import GenerationMode
 
+from .drafters.dflash import DFlashDrafter
 from .strategy import hybridspec_decoding
 
 MODE = "hybridspec"
@@ -63,8 +64,8 @@ def _original_getter() -> Callable[..., Any] | None:
 def extend_getter(original: Callable[..., Any]) -> Callable[..., Any]:
     """`GenerationConfig.get_generation_mode` that also knows "hybridspec".
 
-    The result raises ValueError for an unknown `generation_mode`, options of the mode without it, or a config that
-    asks for beams, contrastive search or another way to speculate at the same time.
+    The result raises ValueError for an unknown `generation_mode`, for options or a drafter of the mode without it, and
+    for a config that asks for beams, contrastive search or another way to speculate at the same time.
     """
 
     @wraps(original)
@@ -74,6 +75,11 @@ def extend_getter(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise ValueError(
                     "hybridspec_config was given without generation_mode, so it would have no effect. "
                     'Add generation_mode="hybridspec", or remove hybridspec_config.'
+                )
+            if isinstance(assistant_model, DFlashDrafter):
+                raise ValueError(
+                    "assistant_model is a DFlashDrafter, which transformers' own assisted generation cannot use. "
+                    'Add generation_mode="hybridspec".'
                 )
             return original(self, assistant_model)
         if self.generation_mode != MODE:

@@ -86,9 +86,11 @@ def check_options(
         raise ValueError("synced_gpus (ZeRO-3 / FSDP) is not supported by HybridSpec: leave it out.")
     batch = max(input_ids.shape[0], _rows(model_kwargs.get("inputs_embeds")))
     if batch != 1:
+        copies = generation_config.num_return_sequences
+        why = f" (num_return_sequences={copies})" if copies and copies > 1 else ""
         raise ValueError(
-            f"HybridSpec decodes one sequence at a time, got batch size {batch} (num_return_sequences="
-            f"{generation_config.num_return_sequences}). Call generate once per prompt, or drop generation_mode."
+            f"HybridSpec decodes one sequence at a time, got batch size {batch}{why}. "
+            "Call generate once per prompt, or drop generation_mode."
         )
     if generation_config.do_sample:
         raise ValueError(

@@ -150,3 +150,8 @@ def test_split_over_devices_is_refused(drafter):
 def test_a_cache_that_does_not_fit_says_what_to_lower(model, drafter):
     with pytest.raises(RuntimeError, match="max_new_tokens"):
         model.generate(input_ids=IDS, assistant_model=drafter, **{**MODE, "max_new_tokens": 10**12})
+
+
+def test_a_drafter_without_the_mode_is_pointed_to_it(model, drafter):
+    with pytest.raises(ValueError, match='generation_mode="hybridspec"'):
+        model.generate(input_ids=IDS, assistant_model=drafter, do_sample=False, max_new_tokens=4)

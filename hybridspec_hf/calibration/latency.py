@@ -4,7 +4,6 @@ Measured inside a request, between prefill and the first round: stages run on th
 commit, so nothing of the request changes.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import cast
@@ -50,7 +49,7 @@ def measure_cost(r: Round, tokens: torch.Tensor) -> CostTable:
         stage0_token_cost=max(0.0, slope(lengths, first)),
         expert_cost=expert_cost(r),
         source=f"measured on {device_name(text.device)}, torch {torch.__version__}, eager, "
-        f"context {int(r.cache.length)}, median of {REPEATS}",
+        f"context {int(r.cache.length)}, shortest of {REPEATS}",
     )
 
 
@@ -82,7 +81,7 @@ def slope(x: list[int], y: list[float]) -> float:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Median wall-clock time of `run` after one warm-up, device work included."""
+    """Shortest wall-clock time of `run` after one warm-up; what else the machine does only adds to it."""
     times = []
     for _ in range(REPEATS + 1):
         synchronize()
@@ -90,7 +89,7 @@ def seconds(run: Callable[[], object]) -> float:
         run()
         synchronize()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return min(times[1:])
 
 
 def synchronize() -> None:

@@ -31,7 +31,8 @@ from hybridspec_hf.evals.exactness import provenance
 LABELS = {AUTOREGRESSIVE: "AR", "full": "DFlash", "hybridspec": "HybridSpec"}
 LEGEND = """AL: tokens emitted per round. mean w: tokens verified per round. saved: share of the full
 blocks' tokens that were not verified. target work: tokens through the target per emitted token.
-Times are decoding only, streaming included."""
+Times are decoding only, streaming included. The adaptive policies measure the target at their first prompt, so the
+lengths they choose vary a little from run to run; the tokens never do."""
 # longer than a block, so that every policy has met every step of a round before its clock counts
 WARM_UP_TOKENS = 24
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 
+import torch
+
 from hybridspec_hf.commands.pair import AUTOREGRESSIVE, encode, load_pair, policy_name, run_policy
 
 
@@ -19,6 +21,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--chat-template", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)")
     parser.set_defaults(run=run)
 
 
@@ -27,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     policy = args.policy or ("hybridspec" if args.drafter else AUTOREGRESSIVE)
     if policy != AUTOREGRESSIVE and args.drafter is None:
         raise ValueError(f"--policy {policy} drafts tokens, but no --drafter was given. Pass one, or --policy ar.")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     pair = load_pair(args.target, args.drafter, dtype=args.dtype, device_map=args.device_map)
     inputs = encode(pair, args.prompt, chat_template=args.chat_template)
     output = run_policy(pair, inputs, policy, max_new_tokens=args.max_new_tokens, stream=args.stream)

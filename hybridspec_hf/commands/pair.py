@@ -94,7 +94,13 @@ def policy_name(text: str) -> str:
 
 
 def pick_device(name: str) -> str:
-    """`auto` is the first GPU if there is one."""
+    """`auto` is the first GPU if there is one.
+
+    Raises:
+        ValueError: for a GPU that torch cannot use.
+    """
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this torch sees no GPU. Use --device cpu, or install torch with CUDA.")
     if name != "auto":
         return name
     return "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -83,7 +83,7 @@ def check_exactness(
         prompts: token ids `[1, T]` each. fp32_model: an fp32 copy of the model for `Divergence.gap_fp32`
             (default: the model itself).
     """
-    bar = tqdm(total=len(prompts) * (1 + len(policies)), desc="exactness", unit="request")
+    bar = tqdm(total=len(prompts) * (1 + len(policies)), desc="exactness", unit="request", disable=None)
     length: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": None}
     plain = []
     for ids in prompts:

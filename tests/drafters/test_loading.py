@@ -193,3 +193,9 @@ def test_a_targets_folder_is_refused_by_its_config(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="not the target's"):
         DFlashDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./drafer", "some/where/else"])
+def test_a_folder_that_is_not_there_is_named(path):
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        DFlashDrafter.from_pretrained(path)
