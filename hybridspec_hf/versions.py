@@ -16,7 +16,8 @@ def check_transformers() -> None:
         ImportError: with the installed and the supported versions.
     """
     installed = Version(transformers.__version__)
-    if not Version(MIN_TRANSFORMERS) <= installed < Version(BELOW_TRANSFORMERS):
+    # a development version of the next release counts as that release
+    if not Version(MIN_TRANSFORMERS) <= Version(installed.base_version) < Version(BELOW_TRANSFORMERS):
         raise ImportError(
             f"hybridspec_hf supports transformers >={MIN_TRANSFORMERS},<{BELOW_TRANSFORMERS}, found {installed}. "
             f'Install a supported one: pip install "transformers>={MIN_TRANSFORMERS},<{BELOW_TRANSFORMERS}".'
