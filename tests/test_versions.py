@@ -1,4 +1,4 @@
-"""Beside a transformers release that it was not written for, the package refuses to import and says what to install."""
+"""Beside a transformers release that it was not written for, the package refuses to import, with what to install."""
 
 import pytest
 import transformers
