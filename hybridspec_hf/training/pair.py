@@ -90,13 +90,6 @@ def held_out_prompts(rows: list[Row], seen: set[str], per_category: int, seed: i
     ]
 
 
-def round_to_bf16(model: torch.nn.Module) -> None:
-    """Keep fp32 arithmetic but the values that a bf16 file will hold."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(weight.bfloat16())
-
-
 def _target(run: PairRun, tokenizer: Any, train: list[Row], held_out: list[Row]) -> dict[str, float]:
     model = Qwen3_5MoeForCausalLM(
         target_config(
