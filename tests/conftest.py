@@ -1,5 +1,6 @@
 """What every test runs under: one thread, a fixed seed, uninitialised memory that shows; the gpu tier."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+# kernels run in Triton's interpreter where there is no GPU; Triton reads this when the kernels are defined
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 OUR_PACKAGES = ("hybridspec_hf", "hybridspec_generation", "hybridspec_kernels")
 

@@ -1,28 +1,53 @@
 """Tensor operations of HybridSpec decoding: GDN verification and commit, convolution, length selection.
 
-Every operation lives in one file that begins with its plain PyTorch reference. Tensors in, tensors out: nothing here
-knows a model, a config object or transformers. `kernels/README.md` derives the equations that the docstrings cite.
+Every operation lives in one file that begins with its plain PyTorch reference, `<op>_ref`; where a Triton kernel
+exists, `<op>` launches it. Tensors in, tensors out: nothing here knows a model, a config object or transformers.
+`kernels/README.md` derives the equations that the docstrings cite.
 """
 
-from .conv.commit import conv_commit_ref
-from .conv.verify import conv_verify_ref
-from .gdn.commit import gdn_commit_ref
+from .conv.commit import conv_commit, conv_commit_ref
+from .conv.verify import conv_verify, conv_verify_ref
+from .gdn.commit import gdn_commit, gdn_commit_ref
+from .gdn.project import GDNProjection, gdn_project, gdn_project_ref
 from .gdn.recurrent import gdn_recurrent_ref
-from .gdn.verify import CompactFactors, gdn_verify_ref
+from .gdn.recurrent_commit import gdn_recurrent_commit, gdn_recurrent_commit_ref
+from .gdn.recurrent_verify import gdn_recurrent_verify, gdn_recurrent_verify_ref
+from .gdn.replay_commit import gdn_replay_commit, gdn_replay_commit_ref
+from .gdn.replay_verify import gdn_replay_verify, gdn_replay_verify_ref, replay_ref, ring_capacity
+from .gdn.verify import CompactFactors, gdn_verify, gdn_verify_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
 from .selection.correct import correct_length_ref, new_experts_ref
 from .selection.select import select_length_ref
+from .triton_support import has_kernels
 
 __all__ = [
     "CompactFactors",
+    "GDNProjection",
     "conditional_acceptance_ref",
+    "conv_commit",
     "conv_commit_ref",
+    "conv_verify",
     "conv_verify_ref",
     "correct_length_ref",
+    "gdn_commit",
     "gdn_commit_ref",
+    "gdn_project",
+    "gdn_project_ref",
+    "gdn_recurrent_commit",
+    "gdn_recurrent_commit_ref",
     "gdn_recurrent_ref",
+    "gdn_recurrent_verify",
+    "gdn_recurrent_verify_ref",
+    "gdn_replay_commit",
+    "gdn_replay_commit_ref",
+    "gdn_replay_verify",
+    "gdn_replay_verify_ref",
+    "gdn_verify",
     "gdn_verify_ref",
+    "has_kernels",
     "new_experts_ref",
     "prefix_probabilities_ref",
+    "replay_ref",
+    "ring_capacity",
     "select_length_ref",
 ]

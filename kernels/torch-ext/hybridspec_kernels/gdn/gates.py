@@ -28,10 +28,10 @@ def gdn_gates_ref(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, dtype: t
     return log_decay, b.sigmoid().to(dtype)
 
 
-def unit_rows_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x / sqrt(sum x^2 + eps)` over the last dimension, in `dtype` (the eps is inside the root, as in fla)."""
+def unit_length_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`1 / sqrt(sum x^2 + eps)` over the last dimension, kept, in `dtype` (the eps is inside the root, as in fla)."""
     x = x.to(dtype)
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+    return torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def to_value_heads(x: Tensor, num_value_heads: int) -> Tensor:

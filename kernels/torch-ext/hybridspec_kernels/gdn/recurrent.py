@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .gates import compute_dtype, gdn_gates_ref, to_value_heads, unit_rows_ref
+from .gates import compute_dtype, gdn_gates_ref, to_value_heads, unit_length_ref
 
 
 def gdn_recurrent_ref(
@@ -23,8 +23,8 @@ def gdn_recurrent_ref(
     dtype = compute_dtype(q, k, v, state)
     heads = v.shape[1]
     log_decay, beta = gdn_gates_ref(a, b, A_log, dt_bias, dtype)
-    q = to_value_heads(unit_rows_ref(q, dtype) * q.shape[-1] ** -0.5, heads)
-    k = to_value_heads(unit_rows_ref(k, dtype), heads)
+    q = to_value_heads(q.to(dtype) * unit_length_ref(q, dtype) * q.shape[-1] ** -0.5, heads)
+    k = to_value_heads(k.to(dtype) * unit_length_ref(k, dtype), heads)
     v, state = v.to(dtype), state.to(dtype)
     outputs, states = [], []
     for i in range(q.shape[0]):
