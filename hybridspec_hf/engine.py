@@ -40,16 +40,16 @@ class Engine:
     Attributes:
         target: the split view.
         drafter_dtype: dtype and device of the drafter's weights when the engine was built.
-        cost: the pair's latency table, once it was measured.
+        costs: the pair's latency tables by what verifies the GDN layers, once they were measured.
     """
 
     target: SplitTarget
     drafter_dtype: tuple[torch.dtype, torch.device] | None
-    cost: CostTable | None = None
+    costs: dict[str, CostTable] = field(default_factory=dict)
     _idle: Buffers | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def borrow(self, drafter: DFlashDrafter | None, tokens: int) -> Buffers:
+    def borrow(self, drafter: DFlashDrafter | None, tokens: int, gdn_backend: str = "block") -> Buffers:
         """Buffers for `tokens` prompt and new tokens plus a block; the last request's, if they fit and are free.
 
         Raises:
@@ -60,18 +60,19 @@ class Engine:
         capacity = -(-(tokens + block) // CAPACITY_STEP) * CAPACITY_STEP
         with self._lock:
             idle, self._idle = self._idle, None
-        if idle is not None and capacity <= idle.cache.capacity <= 2 * capacity and idle.cache.block == block:
+        if idle is not None and fits(idle.cache, capacity, block, gdn_backend):
             idle.reset()
             return idle
         # freed before the new ones are allocated
         del idle
         try:
-            cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block)
+            cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block, gdn_backend=gdn_backend)
             return Buffers(cache, None if drafter is None else DraftContext.allocate(drafter, capacity))
         except RuntimeError as error:
             raise RuntimeError(
                 f"HybridSpec could not allocate its static cache for {capacity} tokens (prompt, new tokens and one "
-                "block). Lower max_new_tokens or max_length, or shorten the prompt."
+                "block). Lower max_new_tokens or max_length, shorten the prompt, or leave out "
+                'gdn_backend="recurrent", which keeps a state for every token of a block.'
             ) from error
 
     def bind(self, drafter: DFlashDrafter | None, buffers: Buffers) -> BlockDrafter | None:
@@ -100,6 +101,11 @@ class Engine:
         """Keep the buffers for the next request."""
         with self._lock:
             self._idle = buffers
+
+
+def fits(cache: TargetCache, capacity: int, block: int, gdn_backend: str) -> bool:
+    """Whether the last request's cache serves one that needs this much, without holding far more."""
+    return capacity <= cache.capacity <= 2 * capacity and cache.block == block and cache.gdn.name == gdn_backend
 
 
 # the engines of a model die with it: they hold its submodules, never the model itself

@@ -121,9 +121,8 @@ def load_cache(source: Any, length: int, target: SplitTarget, cache: TargetCache
             cache.keys[index, :, :length] = layer.keys[0, :, :length]
             cache.values[index, :, :length] = layer.values[0, :, :length]
         else:
-            window = cache.shape.conv_taps - 1
-            cache.conv[index, :window] = layer.conv_states[0][0, :, -window:].t()
-            cache.state[index] = layer.recurrent_states[0][0].transpose(-1, -2)
+            window = layer.conv_states[0][0, :, 1 - cache.gdn.shape.taps :].t()
+            cache.gdn.load(index, window, layer.recurrent_states[0][0].transpose(-1, -2))
     cache.length.fill_(length)
 
 

@@ -1,6 +1,7 @@
 """The decoding method that generate calls for generation_mode="hybridspec": inputs -> rounds -> output classes."""
 
 import time
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hybridspec_generation import DecodeReport, HybridSpecConfig, decode
+from hybridspec_generation.gdn import GDNBackend
+from hybridspec_generation.gdn.base import MAX_KERNEL_TOKENS
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
 from hybridspec_generation.round import Round
 
@@ -64,8 +67,9 @@ def hybridspec_decoding(
     emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
     report = DecodeReport(policy="ar" if drafter is None else config.policy)
     if drafter is None and generation_config.hybridspec_config is not None:
-        report.notes.append("hybridspec_config has no effect without assistant_model")
-    buffers = engine.borrow(drafter, prompt_length(input_ids, model_kwargs) + emitter.budget)
+        report.notes.append("without assistant_model, hybridspec_config has no effect except for gdn_backend")
+    buffers = engine.borrow(drafter, prompt_length(input_ids, model_kwargs) + emitter.budget, config.gdn_backend)
+    note_gdn(buffers.cache.gdn, report)
     try:
         round_ = start(self, engine, buffers, drafter, prompt, emitter, report)
         if not emitter.finished:
@@ -116,6 +120,19 @@ def run_rounds(round_: Round, emitter: Emitter, report: DecodeReport) -> None:
         if emitter.emit(readout.tokens):
             break
     report.decode_seconds = time.perf_counter() - started
+
+
+def note_gdn(gdn: GDNBackend, report: DecodeReport) -> None:
+    """Report how the GDN layers run; on a GPU, PyTorch in place of the kernels is worth a warning."""
+    report.gdn = f"{gdn.name}, {'Triton kernels' if gdn.kernels else 'PyTorch'}"
+    if gdn.shape.device.type == "cuda" and not gdn.kernels:
+        note = (
+            "the GDN layers run in PyTorch, several times slower than the Triton kernels: these need triton, an "
+            f"NVIDIA GPU from SM80 on, bf16, fp16 or fp32 weights, and blocks of at most {MAX_KERNEL_TOKENS} tokens "
+            f"(here {gdn.block} in {gdn.shape.dtype})"
+        )
+        report.notes.append(note)
+        warnings.warn(f"HybridSpec: {note}.", stacklevel=2)
 
 
 def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashDrafter | None) -> int | TableSet:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .gdn import GDN_BACKENDS
+
 CONFIG_NAME = "hybridspec_config.json"
 POLICIES = '"hybridspec", "nominal", "full" or "static:N" (N >= 2, e.g. "static:4")'
 ADAPTIVE_POLICIES = ("hybridspec", "nominal")
@@ -171,6 +173,8 @@ class HybridSpecConfig:
         acceptance, experts: calibrated tables; None uses the shipped ones, fitted on the tiny pair.
         cost: the target's latency curve; None measures it at first use (a few seconds, kept for the model's life).
         throughput: rho, tokens per second; None solves it over the acceptance table's reference rounds.
+        gdn_backend: how the GDN layers verify: "block" (in parallel, compact factors), or for comparison "recurrent"
+            (a state stored after every token) or "replay" (a ring of recent updates). Same tokens, another speed.
 
     Raises:
         ValueError: for an unknown policy or a malformed table.
@@ -181,8 +185,13 @@ class HybridSpecConfig:
     experts: ExpertTable | None = None
     cost: CostTable | None = None
     throughput: float | None = None
+    gdn_backend: str = "block"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gdn_backend, str) or self.gdn_backend not in GDN_BACKENDS:
+            raise ValueError(
+                f"Unknown gdn_backend {self.gdn_backend!r}. Use one of {', '.join(map(repr, GDN_BACKENDS))}."
+            )
         if self.policy not in (*ADAPTIVE_POLICIES, "full"):
             self._check_static()
         if self.throughput is not None and not (_finite(self.throughput) and self.throughput > 0):

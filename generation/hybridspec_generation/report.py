@@ -12,6 +12,7 @@ class DecodeReport:
 
     Attributes:
         policy: "ar" without a drafter, else the config's policy.
+        gdn: how the GDN layers were verified: the backend, and Triton kernels or PyTorch.
         block: W, the longest target input (1 for "ar").
         prompt_tokens, new_tokens: sizes of the prompt and of the output, the prefill's first token included.
         emitted, accepted: tokens emitted and draft tokens accepted (before EOS or budget cut) in each round.
@@ -21,6 +22,7 @@ class DecodeReport:
     """
 
     policy: str
+    gdn: str = ""
     block: int = 1
     prompt_tokens: int = 0
     new_tokens: int = 0

@@ -88,7 +88,8 @@ def selection_tables(
     report.notes.extend(tables.notes)
     cost = tables.cost
     if cost is None:
-        cost = engine.cost = engine.cost or measure_cost(r, text)
+        cost = engine.costs.get(report.gdn) or measure_cost(r, text)
+        engine.costs[report.gdn] = cost
         report.notes.append(f"cost: {cost.source}")
     throughput = tables.throughput or pooled_throughput(tables.acceptance, cost)
     return SelectionTables.build(tables.acceptance, cost, tables.experts, throughput, r.state.remaining.device)

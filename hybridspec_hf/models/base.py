@@ -11,12 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as module_hooks
 
 from hybridspec_generation.cache import CacheShape, TargetCache
+from hybridspec_generation.gdn import GDNParams, GDNShape
 from hybridspec_generation.state import RouterBoundary
-from hybridspec_kernels import conv_verify_ref, gdn_verify_ref
+from hybridspec_kernels import GDNProjection
 
 Rotary = tuple[Tensor, Tensor]
+
+LINEAR_FORWARD = nn.Linear.forward
 
 # modules whose forward hooks only look: transformers leaves its own in place after output_hidden_states=True, and
 # another thread's prefill may have ours on at the same time
@@ -71,24 +75,30 @@ class SplitTarget:
         self.top_k: int = config.num_experts_per_tok if hasattr(self.layers[0].mlp, "experts") else 0
         self.num_experts: int = config.num_experts if self.top_k else 0
         self.cache_shape = self._cache_shape(config)
+        gdn_modules = [m for m, kind in zip(self.mixers, self.layer_types, strict=True) if kind == "linear_attention"]
+        self.gdn_params = [gdn_params(module) for module in gdn_modules]
+        # rows only: the weights are taken from the module at each use, so that none outlives it here
+        self.gdn_rows = [self.projection_rows(module) for module in gdn_modules]
 
     def _cache_shape(self, config: Any) -> CacheShape:
-        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        dtype, device = self.embed_tokens.weight.dtype, self.embed_tokens.weight.device
         return CacheShape(
             attention_layers=self.layer_types.count("full_attention"),
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            gdn_layers=self.layer_types.count("linear_attention"),
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            conv_taps=config.linear_conv_kernel_dim,
-            conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+            gdn=GDNShape(
+                layers=self.layer_types.count("linear_attention"),
+                key_heads=config.linear_num_key_heads,
+                value_heads=config.linear_num_value_heads,
+                key_dim=config.linear_key_head_dim,
+                value_dim=config.linear_value_head_dim,
+                taps=config.linear_conv_kernel_dim,
+                dtype=dtype,
+                device=device,
+            ),
             rotary_axes=self.rotary_axes,
-            dtype=self.embed_tokens.weight.dtype,
-            device=self.embed_tokens.weight.device,
+            dtype=dtype,
+            device=device,
         )
 
     # ---- the two stages
@@ -158,27 +168,28 @@ class SplitTarget:
         """Input projections of a GDN layer; the families differ in how they store them."""
         raise NotImplementedError
 
+    def projection_rows(self, module: Any) -> Tensor | None:
+        """`GDNProjection.row` of the same projections; None if one of them is more than a plain linear layer."""
+        raise NotImplementedError
+
+    def projection_weights(self, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The other fields of `GDNProjection`."""
+        raise NotImplementedError
+
     def gated_delta_net(self, module: Any, index: int, hidden_states: Tensor, cache: TargetCache) -> Tensor:
-        """`GatedDeltaNet.forward` on w tokens: outputs from S0, compact factors into the cache (Eq. 3, 10)."""
-        shape, w = cache.shape, len(hidden_states)
-        mixed_qkv, z, b, a = self.project_gdn(module, hidden_states)
-        rows = cache.conv_rows(index, mixed_qkv)
-        mixed_qkv = conv_verify_ref(rows, module.conv1d.weight[:, 0], module.conv1d.bias)
-        key_size = shape.key_heads * shape.key_dim
-        query, key, value = mixed_qkv.split([key_size, key_size, shape.value_heads * shape.value_dim], dim=-1)
-        core_attn_out, factors = gdn_verify_ref(
-            query.view(w, shape.key_heads, shape.key_dim),
-            key.view(w, shape.key_heads, shape.key_dim),
-            value.view(w, shape.value_heads, shape.value_dim),
-            a,
-            b,
-            module.A_log,
-            module.dt_bias,
-            cache.state[index],
-        )
-        cache.store_factors(index, factors)
-        core_attn_out = core_attn_out.reshape(-1, shape.value_dim)
-        core_attn_out = module.norm(core_attn_out, z.reshape(-1, shape.value_dim))
+        """`GatedDeltaNet.forward` on w tokens: outputs from S0, what the commit needs into the cache (Eq. 3, 10)."""
+        gdn, params, rows = cache.gdn, self.gdn_params[index], self.gdn_rows[index]
+        w = len(hidden_states)
+        if gdn.kernels and rows is not None:
+            projection = GDNProjection(*self.projection_weights(module), rows)
+            mixed_qkv, z, a, b = gdn.project(index, hidden_states.contiguous(), projection, params)
+            core_attn_out = gdn.verify_convolved(index, mixed_qkv, a, b, params)
+        else:
+            mixed_qkv, z, b, a = self.project_gdn(module, hidden_states)
+            gdn.inputs(index, w).copy_(mixed_qkv)
+            core_attn_out = gdn.verify(index, w, a.contiguous(), b.contiguous(), params)
+        value_dim = gdn.shape.value_dim
+        core_attn_out = module.norm(core_attn_out.reshape(-1, value_dim), z.reshape(-1, value_dim))
         return module.out_proj(core_attn_out.reshape(w, -1))
 
     def attention(self, module: Any, index: int, hidden_states: Tensor, cache: TargetCache, rotary: Rotary) -> Tensor:
@@ -201,6 +212,29 @@ class SplitTarget:
         )
         attn_output = attn_output[0].transpose(0, 1).reshape(w, -1)
         return module.o_proj(attn_output * torch.sigmoid(gate.reshape(w, -1)))
+
+
+def gdn_params(module: Any) -> GDNParams:
+    """A GDN layer's parameters besides its projections; the convolution's weight is transposed."""
+    return GDNParams(
+        module.conv1d.weight.detach()[:, 0].t().contiguous(), module.A_log.detach(), module.dt_bias.detach()
+    )
+
+
+def plain_linear(module: Any) -> bool:
+    """Whether a module only computes `x @ weight.T` on plain numbers, so that another kernel may read its weight."""
+    return (
+        type(module) is nn.Linear
+        and nn.Linear.forward is LINEAR_FORWARD
+        and not (module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
+        and module.bias is None
+        # quantized weights are subclasses that show another dtype
+        and type(module.weight) is nn.Parameter
+        and module.weight.is_contiguous()
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and "forward" not in vars(module)
+    )
 
 
 def check_one_device(model: nn.Module) -> None:

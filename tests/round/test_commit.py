@@ -20,7 +20,7 @@ def relative(got, want):
 
 def assert_equals_fresh_prefill(r, model, drafter, committed):
     """K/V, convolution windows, states and drafter context against a prefill of `committed`."""
-    n, taps = len(committed), r.cache.shape.conv_taps
+    n = len(committed)
     assert int(r.cache.length) == n
     context = DraftContext.allocate(drafter, CAPACITY)
     fresh_drafter = BlockDrafter(drafter, r.target.embed_tokens, r.target.lm_head, context)
@@ -29,8 +29,8 @@ def assert_equals_fresh_prefill(r, model, drafter, committed):
     pairs = {
         "keys": (r.cache.keys[:, :, :n], fresh.keys[:, :, :n]),
         "values": (r.cache.values[:, :, :n], fresh.values[:, :, :n]),
-        "states": (r.cache.state, fresh.state),
-        "conv": (r.cache.conv[:, : taps - 1], fresh.conv[:, : taps - 1]),
+        "states": (r.cache.gdn.states(), fresh.gdn.states()),
+        "conv": (r.cache.gdn.windows(), fresh.gdn.windows()),
         "draft keys": (kept.keys[:, :, :, :n], fresh_drafter.keys[:, :, :, :n]),
         "draft values": (kept.values[:, :, :, :n], fresh_drafter.values[:, :, :, :n]),
     }
@@ -55,14 +55,14 @@ def test_caches_equal_fresh_prefill_for_every_accept_count(family, prompt_length
     r = make_round(model, drafter, prompt, budget=150, script=(text, counts))
     with torch.no_grad():
         for round_index, accepted in enumerate(counts[:15]):
-            before, start = r.cache.conv.clone(), int(r.cache.length)
+            before, start = r.cache.gdn.conv.clone(), int(r.cache.length)
             run_round(r)
             assert int(r.state.num_accepted) == accepted, round_index
             assert_equals_fresh_prefill(r, model, drafter, text[: start + accepted + 1])
-            taps = r.cache.shape.conv_taps
+            taps = r.cache.gdn.shape.taps
             # bytes: the window is the last rows of (old window, committed inputs), moved and never recomputed
-            rows = torch.cat([before[:, : taps - 1], r.cache.conv[:, taps - 1 :]], dim=1)
-            assert torch.equal(r.cache.conv[:, : taps - 1], rows[:, accepted + 1 : accepted + taps])
+            rows = torch.cat([before[:, : taps - 1], r.cache.gdn.conv[:, taps - 1 :]], dim=1)
+            assert torch.equal(r.cache.gdn.windows(), rows[:, accepted + 1 : accepted + taps])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,13 +83,13 @@ def test_caches_stay_equal_over_random_lengths(family):
 def test_no_state_is_stored_per_token():
     model = tiny_target()
     r = make_round(model, tiny_drafter(model), torch.tensor([[3, 4, 5]]), budget=8)
-    state_numbers = r.cache.state[0].numel()
-    assert sum(f[0].numel() for f in r.cache.factors) < 4 * state_numbers
-    before = r.cache.state.clone()
+    gdn = r.cache.gdn
+    assert gdn.verification_bytes() < 4 * gdn.state.nbytes
+    before = gdn.state.clone()
     with torch.no_grad():
         r.target.stage0(r.state.target_input, r.cache, r.state.boundary)
         r.target.stage1(16, r.cache, r.state.boundary, None)
-    assert torch.equal(r.cache.state, before), "verification must not touch the states"
+    assert torch.equal(gdn.state, before), "verification must not touch the states"
 
 
 @pytest.mark.parametrize("committed", [1, 3, 16])
@@ -102,12 +102,13 @@ def test_nothing_of_a_rejected_token_stays_visible(committed, bad):
     for buffer in (cache.keys, cache.values):
         buffer[:, :, 5 : 5 + committed] = 1.0
         buffer[:, :, 5 + committed : 5 + cache.block] = bad
-    for rows in (cache.conv[:, cache.shape.conv_taps - 1 :], *cache.factors):
+    for rows in (cache.gdn.conv[:, cache.gdn.shape.taps - 1 :], *cache.gdn.factors):
         rows[:, committed:] = bad
     cache.commit(torch.tensor([committed]))
     assert torch.equal(cache.keys[:, :, :5], kept) and bool((cache.values[:, :, 5 : 5 + committed] == 1.0).all())
-    window = cache.conv[:, : cache.shape.conv_taps - 1]
-    assert all(bool(torch.isfinite(part).all()) for part in (cache.keys, cache.values, cache.state, window))
+    kept_parts = (cache.keys, cache.values, cache.gdn.states(), cache.gdn.windows())
+    assert all(bool(torch.isfinite(part).all()) for part in kept_parts)
     cache.reset()
-    buffers = (cache.keys, cache.values, cache.conv, cache.state, *cache.factors, cache.length, cache.position_offset)
+    gdn = (cache.gdn.conv, cache.gdn.state, *cache.gdn.factors)
+    buffers = (cache.keys, cache.values, *gdn, cache.length, cache.position_offset)
     assert not any(bool(buffer.any()) for buffer in buffers)

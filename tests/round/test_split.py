@@ -51,7 +51,7 @@ def test_rows_beyond_the_selected_length_are_never_read(family):
         with torch.no_grad():
             while not bool(r.state.finished):
                 poisoned_round(r) if poison else run_round(r)
-                readouts.append((poison, r.state.readout.tolist()[:6], r.cache.state.clone()))
+                readouts.append((poison, r.state.readout.tolist()[:6], r.cache.gdn.states().clone()))
     clean = [(head, state) for poison, head, state in readouts if not poison]
     dirty = [(head, state) for poison, head, state in readouts if poison]
     assert len(clean) == len(dirty)
@@ -66,18 +66,18 @@ def poisoned_round(r):
     stage0(r, int(r.state.stage0_length))
     correct(r)
     w = int(r.state.verify_length)
-    boundary, factors = r.state.boundary, r.cache.factors
+    boundary, factors = r.state.boundary, r.cache.gdn.factors
     for tensor in (boundary.hidden, boundary.residual, boundary.expert_weights):
         tensor[w:] = float("nan")
     boundary.expert_ids[w:] = 10**6
     for factor in factors:
         factor[0, w:] = float("nan")
-    r.cache.conv[0, r.cache.shape.conv_taps - 1 + w :] = float("nan")
+    r.cache.gdn.conv[0, r.cache.gdn.shape.taps - 1 + w :] = float("nan")
     stage1(r, w)
     accept(r, w)
     commit(r, w)
     # what a round leaves behind w is stale in any case; finite again for the rest of the test
-    for tensor in (boundary.hidden, boundary.residual, boundary.expert_weights, *factors, r.cache.conv):
+    for tensor in (boundary.hidden, boundary.residual, boundary.expert_weights, *factors, r.cache.gdn.conv):
         tensor.nan_to_num_()
     boundary.expert_ids[w:] = 0
 

@@ -68,10 +68,15 @@ def plain_text(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:
 
 
 def filled_cache(
-    model: Any, target: SplitTarget, tokens: Tensor, drafter: BlockDrafter | None, block: int = 16
+    model: Any,
+    target: SplitTarget,
+    tokens: Tensor,
+    drafter: BlockDrafter | None,
+    block: int = 16,
+    gdn_backend: str = "block",
 ) -> tuple[TargetCache, Tensor]:
     """A cache holding `tokens` `[1, T]` by a fresh prefill through transformers, and the next token `[1]`."""
-    cache = TargetCache(target.cache_shape, capacity=CAPACITY, block=block)
+    cache = TargetCache(target.cache_shape, capacity=CAPACITY, block=block, gdn_backend=gdn_backend)
     kwargs = {"cache": DynamicCache(config=model.config.get_text_config()), "use_cache": True}
     with torch.no_grad():
         return cache, prefill(model, tokens, model.generation_config, kwargs, target, cache, drafter)
@@ -88,13 +93,14 @@ def make_round(
     confidence: list[Tensor] | None = None,
     eos: tuple[int, ...] = (),
     target: SplitTarget | None = None,
+    gdn_backend: str = "block",
 ) -> Round:
     """A prefilled round. `script` is (greedy text, accepted counts) and wraps the drafter in a `ScriptedDrafter`."""
     layers = tuple(drafter.config.target_layer_ids)
     target = target or split_target(model, layers)
     bound = BlockDrafter(drafter, target.embed_tokens, target.lm_head, DraftContext.allocate(drafter, CAPACITY))
     block = bound.block_size
-    cache, anchor = filled_cache(model, target, prompt, bound, block)
+    cache, anchor = filled_cache(model, target, prompt, bound, block, gdn_backend)
     proposer: Any = bound
     if script is not None:
         vocab = model.config.get_text_config().vocab_size
