@@ -65,6 +65,20 @@ def test_fp32_error_is_small(decay):
     assert (state[0] - states[-1]).norm() <= 1e-6 * states[-1].norm().clamp_min(1e-3)
 
 
+@pytest.mark.parametrize("value_heads", [32, 48, 64])
+@pytest.mark.parametrize("W", [1, 5, 16])
+def test_references_at_model_sizes(W, value_heads):
+    exact = setup_gdn(W, LARGE.H, value_heads, LARGE.K, LARGE.V)
+    outputs, states = gdn_recurrent_ref(**exact)
+    single = {name: x.float() for name, x in exact.items()}
+    verified, factors = gdn_verify_ref(**single)
+    assert error(verified, outputs) <= 1e-5
+    for m in {1, W}:
+        state = single["state"][None].clone()
+        gdn_commit_ref(state, CompactFactors(*(f[None] for f in factors)), torch.tensor([m]))
+        assert error(state[0], states[m - 1]) <= 1e-6
+
+
 def test_two_rounds_commit_in_both_orders():
     for first, second in ((16, 7), (7, 16)):
         inputs = setup_gdn(first + second, 2, 4, 8, 12)
