@@ -20,7 +20,7 @@ from hybridspec_hf.bench.gdn_check import Part, cases, check_part, poisoned_memo
 from hybridspec_hf.bench.gdn_exact import convolve, exact_round
 from hybridspec_hf.bench.gdn_floors import round_bytes
 from hybridspec_hf.bench.gdn_inputs import KINDS, SHAPES, random_inputs, shape_of
-from hybridspec_hf.bench.gdn_plan import CheckReport
+from hybridspec_hf.bench.gdn_plan import CheckReport, run_check
 from hybridspec_hf.bench.gdn_tables import check_lines, timing_lines
 from hybridspec_hf.bench.gdn_timing import time_backends
 from hybridspec_kernels import gdn_recurrent_ref
@@ -326,6 +326,33 @@ def test_script_interprets_the_kernels_on_a_cpu():
 def test_script_says_that_it_needs_a_gpu(monkeypatch, argv):
     with pytest.raises(SystemExit, match="needs --device cuda and an NVIDIA GPU"):
         run_script(monkeypatch, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (("--lengths", "2", "17"), "invalid choice: 17"),
+        (("--lengths", "0"), "invalid choice: 0"),
+        (("--jobs", "0"), "--jobs needs a positive number, got 0"),
+        (("--check", "--producer"), "give one of them"),
+        (("--json", "no/such/folder/x.json"), "there is no folder"),
+    ],
+)
+def test_script_refuses_arguments_before_any_work(monkeypatch, capsys, argv, message):
+    with pytest.raises(SystemExit) as stop:
+        run_script(monkeypatch, *argv, "--device", "cpu")
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_script_checks_its_own_backends_only(monkeypatch):
+    with pytest.raises(SystemExit, match="--backends sglang: choose from block recurrent replay"):
+        run_script(monkeypatch, "--check", "--device", "cpu", "--backends", "sglang")
+
+
+def test_check_says_what_ran(monkeypatch):
+    report = run_check("cpu", ("block",), ("core",), lengths=(2,), dtypes=("bfloat16",))
+    # the interpreter has no part in bf16
+    assert report.checked.startswith("the PyTorch references only") and report.passed
 
 
 @pytest.mark.gpu
