@@ -12,9 +12,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hybridspec_generation import DecodeReport, HybridSpecConfig, decode
 from hybridspec_generation.gdn import GDNBackend
-from hybridspec_generation.gdn.base import MAX_KERNEL_TOKENS
+from hybridspec_generation.gdn.base import MAX_KERNEL_WIDTH
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
 from hybridspec_generation.round import Round
+from hybridspec_kernels import MAX_TOKENS
 
 from .calibration.tables import TableSet, choose_tables, selection_tables
 from .drafters.dflash import DFlashDrafter
@@ -128,8 +129,9 @@ def note_gdn(gdn: GDNBackend, report: DecodeReport) -> None:
     if gdn.shape.device.type == "cuda" and not gdn.kernels:
         note = (
             "the GDN layers run in PyTorch, several times slower than the Triton kernels: these need triton, an "
-            f"NVIDIA GPU from SM80 on, bf16, fp16 or fp32 weights, and blocks of at most {MAX_KERNEL_TOKENS} tokens "
-            f"(here {gdn.block} in {gdn.shape.dtype})"
+            "NVIDIA GPU from SM80 on, bf16, fp16 or fp32 weights, keys at most "
+            f"{MAX_KERNEL_WIDTH} wide, and blocks of at most {MAX_TOKENS} tokens "
+            f"(here {gdn.shape.dtype}, {gdn.shape.key_dim} and {gdn.block})"
         )
         report.notes.append(note)
         warnings.warn(f"HybridSpec: {note}.", stacklevel=2)

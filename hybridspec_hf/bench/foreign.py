@@ -100,7 +100,7 @@ class _SGLangConvGDN(ForeignGDN):
 class SGLangGDN(_SGLangConvGDN):
     """SGLang's default: token by token, the state after every token stored, the accepted one copied."""
 
-    commits_every: ClassVar[bool] = False
+    uneven_commits: ClassVar[bool] = False
 
     def __init__(self, shape: GDNShape, block: int) -> None:
         super().__init__(shape, block)
@@ -159,7 +159,7 @@ class SGLangGDN(_SGLangConvGDN):
 class ReplaySSMGDN(_SGLangConvGDN):
     """ReplaySSM as SGLang ships it: a ring of updates, folded into the state when the next block may not fit."""
 
-    commits_every: ClassVar[bool] = True
+    uneven_commits: ClassVar[bool] = True
 
     def __init__(self, shape: GDNShape, block: int) -> None:
         super().__init__(shape, block)
@@ -262,7 +262,7 @@ class FlaGDN(ForeignGDN):
     It has no convolution, and copies the strided q, k and v itself.
     """
 
-    commits_every: ClassVar[bool] = False
+    uneven_commits: ClassVar[bool] = False
 
     def __init__(self, shape: GDNShape, block: int) -> None:
         super().__init__(shape, block)

@@ -16,10 +16,10 @@ class ComparedGDN(Protocol):
     """What is used here of a `hybridspec_generation.gdn.GDNBackend`, and what an adapter of a published one has.
 
     Attributes:
-        commits_every: whether a commit costs more in some rounds than in others.
+        uneven_commits: whether a commit costs more in some rounds than in others.
     """
 
-    commits_every: ClassVar[bool]
+    uneven_commits: ClassVar[bool]
 
     def load(self, layer: int, window: Tensor, state: Tensor) -> None:
         """Start from a layer's window `[taps-1, C]` and state `[HV, V, K]`."""

@@ -133,7 +133,7 @@ class Bench:
     def row(self, name: str, work: Work, graphs: Graphs, tokens: tuple[int, int], errors: tuple[float, float]) -> Row:
         """Time captured graphs that verify w and commit m tokens, (w, m) = `tokens`."""
         (w, m), launches = tokens, num_nodes(graphs.round)
-        total, spread, verification, commit = self.times(graphs, work.gdn.commits_every)
+        total, spread, verification, commit = self.times(graphs, work.gdn.uneven_commits)
         moved = round_bytes(COMPETITORS[name].method, self.shape, w, m, work.scope)
         return Row(
             backend=name,

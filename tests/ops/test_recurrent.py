@@ -126,7 +126,7 @@ def test_bf16_error_is_that_of_rounded_outputs(W):
 
 
 @pytest.mark.gpu
-def test_one_graph_commits_every_m():
+def test_one_graph_uneven_commits_m():
     token_states, state, num_committed = random_state(2, 5, 3, 20, 20), random_state(2, 3, 20, 20), on_device(1)
     graph = captured(lambda: gdn_recurrent_commit(state, token_states, num_committed))
     for m in (1, 5, 2, 4, 3):

@@ -188,7 +188,7 @@ def test_bf16_error_is_that_of_rounded_outputs(W):
 
 
 @pytest.mark.gpu
-def test_one_graph_commits_every_m():
+def test_one_graph_uneven_commits_m():
     replay = Replay(random_block(12, SIZES[0]), SIZES[0], 6)
     replay.verify(6)
     replay.commit(6)

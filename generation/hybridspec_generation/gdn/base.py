@@ -7,11 +7,18 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridspec_kernels import GDNProjection, conv_verify, conv_verify_ref, gdn_project, has_kernels
+from hybridspec_kernels import (
+    INPUT_DTYPES,
+    MAX_TOKENS,
+    GDNProjection,
+    conv_verify,
+    conv_verify_ref,
+    gdn_project,
+    has_kernels,
+)
 
-# tokens and width of a key that the kernels take on every GPU; beyond, PyTorch runs
-MAX_KERNEL_TOKENS, MAX_KERNEL_WIDTH = 16, 256
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# of keys: beyond, the kernels need more shared memory than every GPU has
+MAX_KERNEL_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,7 @@ class GDNBackend(ABC):
 
     Attributes:
         name: as in `HybridSpecConfig.gdn_backend`.
-        commits_every: whether a commit costs more in some rounds than in others.
+        uneven_commits: whether a commit costs more in some rounds than in others.
         kernels: whether the Triton kernels run here; else PyTorch does.
         conv: `[L, taps-1+W, C]`, the window, then the convolution inputs of this round's tokens.
         projected: `[W, ·]`, what `project` writes and returns the first rows of.
@@ -77,13 +84,13 @@ class GDNBackend(ABC):
     """
 
     name: ClassVar[str]
-    commits_every: ClassVar[bool] = False
+    uneven_commits: ClassVar[bool] = False
 
     @torch.inference_mode(False)
     def __init__(self, shape: GDNShape, *, block: int, kernels: bool | None = None) -> None:
         s = self.shape = shape
         self.block = block
-        fits = s.dtype in KERNEL_DTYPES and block <= MAX_KERNEL_TOKENS and s.key_dim <= MAX_KERNEL_WIDTH
+        fits = s.dtype in INPUT_DTYPES and block <= MAX_TOKENS and s.key_dim <= MAX_KERNEL_WIDTH
         self.kernels = fits and has_kernels(s.device) if kernels is None else kernels
         self.conv = torch.zeros(s.layers, s.taps - 1 + block, s.channels, dtype=s.dtype, device=s.device)
         self.state = torch.zeros(s.layers, s.value_heads, s.value_dim, s.key_dim, dtype=s.state_dtype, device=s.device)

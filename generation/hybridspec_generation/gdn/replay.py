@@ -27,7 +27,7 @@ class ReplayGDN(GDNBackend):
     """
 
     name = "replay"
-    commits_every = True
+    uneven_commits = True
 
     @torch.inference_mode(False)
     def __init__(self, shape: GDNShape, *, block: int, kernels: bool | None = None) -> None:

@@ -5,6 +5,7 @@ exists, `<op>` launches it. Tensors in, tensors out: nothing here knows a model,
 `kernels/README.md` derives the equations that the docstrings cite.
 """
 
+from .checks import INPUT_DTYPES, MAX_TOKENS
 from .conv.commit import conv_commit, conv_commit_ref
 from .conv.verify import conv_verify, conv_verify_ref
 from .gdn.commit import gdn_commit, gdn_commit_ref
@@ -21,6 +22,8 @@ from .selection.select import select_length_ref
 from .triton_support import has_kernels
 
 __all__ = [
+    "INPUT_DTYPES",
+    "MAX_TOKENS",
     "CompactFactors",
     "GDNProjection",
     "conditional_acceptance_ref",

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+# what the kernels compute with, and the longest block that they verify
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TOKENS = 16
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:

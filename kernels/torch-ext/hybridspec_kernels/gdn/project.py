@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_input_dtype, check_tensor
+from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
 from ..conv.verify import conv_verify_ref
 from ..tiles import convolve, dot_precision, input_dot, load_taps
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
-from .verify import MAX_TOKENS
 
 # outputs and inputs per step of a program: 16 kB of weights, four steps in flight
 BLOCK_N, BLOCK_D = 64, 128

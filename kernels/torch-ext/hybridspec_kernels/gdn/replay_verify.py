@@ -7,12 +7,12 @@ rest is Eq. 3, 9 and 10. The block's own updates go to the ring's next entries.
 import torch
 from torch import Tensor
 
-from ..checks import check_tensor
+from ..checks import MAX_TOKENS, check_tensor
 from ..tiles import dot_precision, input_dot, log_decay, opaque, split_dot, wide_dot, widen, within, write_strength
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 from .gates import NORM_EPS, to_value_heads
 from .recurrent_verify import check_block, split_heads
-from .verify import MAX_TOKENS, CompactFactors, gdn_verify_ref, solve_rows
+from .verify import CompactFactors, gdn_verify_ref, solve_rows
 
 
 def replay_ref(state: Tensor, ring: CompactFactors, count: Tensor) -> Tensor:

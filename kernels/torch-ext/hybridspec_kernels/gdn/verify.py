@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_input_dtype, check_tensor
+from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
 from ..tiles import (
     convolve,
     dot_precision,
@@ -21,8 +21,6 @@ from ..tiles import (
 )
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 from .gates import compute_dtype, gdn_gates_ref, to_value_heads, unit_length_ref
-
-MAX_TOKENS = 16
 
 
 class CompactFactors(NamedTuple):
