@@ -102,3 +102,17 @@ def await_previous(USE_PDL: tl.constexpr):
     """Wait until everything that the previous kernels of the stream wrote is visible."""
     if USE_PDL:
         gdc_wait()
+
+
+if INTERPRETED:
+
+    def loop_bound(n: Any) -> int:
+        """A number read from memory, as the end of a `range`; the interpreter's own conversion needs NumPy before 2.4."""
+        return int(n.handle.data.item())
+
+else:
+
+    @jit
+    def loop_bound(n):
+        """A number read from memory, as the end of a `range`."""
+        return n
