@@ -107,12 +107,12 @@ def await_previous(USE_PDL: tl.constexpr):
 if INTERPRETED:
 
     def loop_bound(n: Any) -> int:
-        """A number read from memory, as the end of a `range`; the interpreter's own conversion needs NumPy before 2.4."""
+        """A number read from memory, as the end of a `range`; NumPy 2.4 took the interpreter's own way. Call it inside range()."""
         return int(n.handle.data.item())
 
 else:
 
     @jit
     def loop_bound(n):
-        """A number read from memory, as the end of a `range`."""
+        """A number read from memory, as the end of a `range`; call it inside `range()`."""
         return n
