@@ -35,6 +35,7 @@ class TargetCache:
         keys, values: `[LA, HKV, capacity, DH]`; slots from `length` on are overwritten by the next round.
         gdn: the GDN layers' states, convolution windows and what this round's commit needs.
         length: `[1]`, int64, number of committed tokens.
+        clear_rejected: whether a commit zeroes the K/V of rejected tokens, for an attention that reads unused slots.
         position_offset: `[axes]`, int64, rotary position of the token at slot 0 (not 0 behind an image).
     """
 
@@ -46,6 +47,7 @@ class TargetCache:
         self.keys = torch.zeros(s.attention_layers, s.kv_heads, capacity, s.head_dim, dtype=s.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.gdn = make_gdn(gdn_backend, s.gdn, block=block)
+        self.clear_rejected = True
         self.length = torch.zeros(1, dtype=torch.int64, device=device)
         self.position_offset = torch.zeros(s.rotary_axes, dtype=torch.int64, device=device)
 
@@ -62,7 +64,8 @@ class TargetCache:
     def commit(self, num_committed: Tensor) -> None:
         """Advance every part of the cache through the committed tokens (`[1]`, integer, on the device)."""
         self.gdn.commit(num_committed)
-        self._clear_rejected(num_committed)
+        if self.clear_rejected:
+            self._clear_rejected(num_committed)
         # K/V of the committed tokens are in place already
         self.length += num_committed
 

@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 
+# room for a request's EOS ids; unused places hold no token's id
+MAX_EOS, NO_TOKEN = 8, -1
+
+
 class RouterBoundary(NamedTuple):
     """What Stage 0 keeps for Stage 1: rows 0..u-1 are valid after Stage 0.
 
@@ -26,11 +30,12 @@ class RoundState:
     """Buffers of one request's rounds. W is the block size (1 for autoregressive decoding), D = W - 1.
 
     Lengths are tensors: the host learns them only from the readout after a round, or through the round's switch.
+    The buffers serve one request after another: `start` begins a new one.
     """
 
     def __init__(
-        self, *, block: int, hidden_size: int, top_k: int, feature_size: int, eos: list[int], dtype: torch.dtype,
-        device: torch.device,
+        self, *, block: int, hidden_size: int, top_k: int, feature_size: int, dtype: torch.dtype,
+        device: torch.device, max_eos: int = MAX_EOS,
     ) -> None:  # fmt: skip
         def ints(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -39,7 +44,7 @@ class RoundState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.block = block
-        self.eos = torch.tensor(eos, dtype=torch.int64, device=device)  # [E]
+        self.eos = ints(max_eos).fill_(NO_TOKEN)  # [E]
         self.remaining = ints(1)  # [1] output budget, in tokens
         self.finished = ints(1, dtype=torch.bool)  # [1] EOS emitted or budget spent
 
@@ -67,6 +72,14 @@ class RoundState:
         self.num_committed = ints(1, dtype=torch.int32)  # [1] m = emitted tokens, after EOS and budget
         self.emitted = ints(block)  # [W] d_1..d_A, x_new; rows from num_committed on are stale
         self.readout = ints(6 + block)  # [6+W] what the host reads after a round, see decode.read_round
+
+    def start(self, anchor: Tensor, eos: list[int], remaining: int) -> None:
+        """Begin a request whose first token `anchor` `[1]` is out and that may emit `remaining` more."""
+        self.anchor.copy_(anchor)
+        self.eos.fill_(NO_TOKEN)
+        self.eos[: len(eos)] = torch.tensor(eos, dtype=torch.int64, device=self.eos.device)
+        self.remaining.fill_(remaining)
+        self.finished.zero_()
 
     @property
     def anchor(self) -> Tensor:

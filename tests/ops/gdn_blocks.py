@@ -84,7 +84,8 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A buffer that a kernel must fill before anything reads it."""
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.full(shape, value, dtype=dtype, device=DEVICE)
 
 
 def on_device(*numbers: int) -> Tensor:

@@ -107,11 +107,10 @@ def make_round(
         proposer = ScriptedDrafter(bound, *script, vocab_size=vocab, block_size=block, confidence=confidence)
     state = RoundState(
         block=block, hidden_size=target.hidden_size, top_k=target.top_k,
-        feature_size=len(layers) * target.hidden_size, eos=list(eos), dtype=target.cache_shape.dtype,
+        feature_size=len(layers) * target.hidden_size, dtype=target.cache_shape.dtype,
         device=target.cache_shape.device,
     )  # fmt: skip
-    state.remaining.fill_(budget)
-    state.anchor.copy_(anchor)
+    state.start(anchor, list(eos), budget)
     return Round(target, proposer, cache, state, policy or FixedLength(block))
 
 

@@ -18,7 +18,7 @@ def accept(r: Round, w: int) -> None:
     s.emitted[:w] = chosen
 
     row = torch.arange(w, device=chosen.device)
-    is_eos = torch.isin(chosen, s.eos) & (row <= s.num_accepted)
+    is_eos = (chosen[:, None] == s.eos).any(1) & (row <= s.num_accepted)
     until_eos = torch.where(is_eos, row + 1, w + 1).amin(0, keepdim=True)
     emitted = torch.minimum(torch.minimum(s.num_accepted + 1, until_eos), s.remaining)
     s.num_committed.copy_(emitted)

@@ -12,6 +12,7 @@ def commit(r: Round, w: int) -> None:
         # rows past the committed ones land behind the context's end and are overwritten next round
         r.drafter.append(s.features[:w], r.cache.length)
     r.cache.commit(s.num_committed)
-    s.anchor.copy_(s.emitted.index_select(0, s.num_committed.long() - 1))
+    # a round launched ahead, behind the request's end, commits nothing
+    s.anchor.copy_(s.emitted.index_select(0, (s.num_committed.long() - 1).clamp_min(0)))
     header = (s.finished, s.num_committed, s.num_accepted, s.nominal_length, s.stage0_length, s.verify_length)
     torch.cat([part.long() for part in (*header, s.emitted)], out=s.readout)

@@ -1,13 +1,17 @@
-"""Tensor operations of HybridSpec decoding: GDN verification and commit, convolution, length selection.
+"""Tensor operations of HybridSpec decoding: GDN verification and commit, attention, experts, head, selection.
 
 Every operation lives in one file that begins with its plain PyTorch reference, `<op>_ref`; where a Triton kernel
 exists, `<op>` launches it. Tensors in, tensors out: nothing here knows a model, a config object or transformers.
 `kernels/README.md` derives the equations that the docstrings cite.
 """
 
+from .attention.prepare import attention_prepare, attention_prepare_ref
+from .attention.verify import AttentionScratch, attention_splits, attention_verify, attention_verify_ref
 from .checks import INPUT_DTYPES, MAX_TOKENS
 from .conv.commit import conv_commit, conv_commit_ref
 from .conv.verify import conv_verify, conv_verify_ref
+from .dense.linear import linear, linear_ref
+from .dense.swiglu import swiglu_linear, swiglu_linear_ref
 from .gdn.commit import gdn_commit, gdn_commit_ref
 from .gdn.project import GDNProjection, gdn_project, gdn_project_ref
 from .gdn.recurrent import gdn_recurrent_ref
@@ -16,6 +20,13 @@ from .gdn.recurrent_verify import gdn_recurrent_verify, gdn_recurrent_verify_ref
 from .gdn.replay_commit import gdn_replay_commit, gdn_replay_commit_ref
 from .gdn.replay_verify import gdn_replay_verify, gdn_replay_verify_ref, replay_ref, ring_capacity
 from .gdn.verify import CompactFactors, gdn_verify, gdn_verify_ref
+from .head.choose import HeadScratch, head_argmax, head_argmax_ref
+from .head.draft import head_draft, head_draft_ref
+from .moe.combine import moe_combine_norm, moe_combine_norm_ref
+from .moe.experts import ExpertWeights, moe_experts, moe_experts_ref
+from .moe.route import ExpertSlots, Routing, moe_route, moe_route_ref, moe_slots_ref
+from .norm.add_rms import add_rms_norm, add_rms_norm_ref
+from .norm.gated_rms import gated_rms_norm, gated_rms_norm_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
 from .selection.correct import correct_length_ref, new_experts_ref
 from .selection.select import select_length_ref
@@ -24,14 +35,28 @@ from .triton_support import has_kernels
 __all__ = [
     "INPUT_DTYPES",
     "MAX_TOKENS",
+    "AttentionScratch",
     "CompactFactors",
+    "ExpertSlots",
+    "ExpertWeights",
     "GDNProjection",
+    "HeadScratch",
+    "Routing",
+    "add_rms_norm",
+    "add_rms_norm_ref",
+    "attention_prepare",
+    "attention_prepare_ref",
+    "attention_splits",
+    "attention_verify",
+    "attention_verify_ref",
     "conditional_acceptance_ref",
     "conv_commit",
     "conv_commit_ref",
     "conv_verify",
     "conv_verify_ref",
     "correct_length_ref",
+    "gated_rms_norm",
+    "gated_rms_norm_ref",
     "gdn_commit",
     "gdn_commit_ref",
     "gdn_project",
@@ -48,9 +73,24 @@ __all__ = [
     "gdn_verify",
     "gdn_verify_ref",
     "has_kernels",
+    "head_argmax",
+    "head_argmax_ref",
+    "head_draft",
+    "head_draft_ref",
+    "linear",
+    "linear_ref",
+    "moe_combine_norm",
+    "moe_combine_norm_ref",
+    "moe_experts",
+    "moe_experts_ref",
+    "moe_route",
+    "moe_route_ref",
+    "moe_slots_ref",
     "new_experts_ref",
     "prefix_probabilities_ref",
     "replay_ref",
     "ring_capacity",
     "select_length_ref",
+    "swiglu_linear",
+    "swiglu_linear_ref",
 ]

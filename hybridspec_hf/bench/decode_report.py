@@ -1,0 +1,162 @@
+"""Timed rows of the decoding benchmark -> means over categories, ratios, JSON and lines for people."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+LABEL = "scripted acceptance, random weights"
+# the category of what does not depend on one
+ALL = "all"
+NAMES = {"ar": "AR", "full": "DFlash", "hybridspec": "HybridSpec"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one category's trace; medians over the repeats.
+
+    Attributes:
+        tokens_per_second: decoding only. spread: fastest minus slowest.
+        round_ms: whole rounds. rounds: of the last request.
+        acceptance_length: tokens emitted per round. mean_verify_length: tokens verified per round.
+        known_text: whether every request wrote the text that the weights were made for.
+        notes: of the reports.
+    """
+
+    policy: str
+    category: str
+    tokens_per_second: float
+    spread: float
+    round_ms: float
+    rounds: int
+    acceptance_length: float
+    mean_verify_length: float
+    known_text: bool
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Stock:
+    """transformers' own generate in one setting."""
+
+    setting: str
+    token_ms: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One part of a round alone, and what its bytes take at the measured bandwidth."""
+
+    part: str
+    ms: float
+    floor_ms: float | None
+
+
+@dataclass(frozen=True)
+class DecodeBenchmark:
+    """A run of the benchmark.
+
+    Attributes:
+        rows: of our engine. stock: of transformers'. parts: of a round. floors: bytes and times, `DecodeFloors`.
+    """
+
+    rows: list[Row]
+    stock: list[Stock]
+    parts: list[Parts]
+    floors: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Every request of our engine wrote the known text."""
+        return all(row.known_text for row in self.rows)
+
+    def policies(self) -> list[str]:
+        """In the order in which they ran."""
+        return list(dict.fromkeys(row.policy for row in self.rows))
+
+    def speed(self, policy: str, category: str) -> float | None:
+        """Tokens per second; AR's is that of every category."""
+        found = [r for r in self.rows if r.policy == policy and r.category in (category, ALL)]
+        return found[0].tokens_per_second if found else None
+
+    def ratio(self, policy: str, reference: str, category: str) -> float | None:
+        """How many times as fast as the reference."""
+        speeds = self.speed(policy, category), self.speed(reference, category)
+        return None if speeds[0] is None or speeds[1] is None else speeds[0] / speeds[1]
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Each policy's means over the categories; ratios are means of the categories' ratios, as the paper's are."""
+        return [self._summary(policy) for policy in self.policies()]
+
+    def _summary(self, policy: str) -> dict[str, Any]:
+        rows = [r for r in self.rows if r.policy == policy]
+        summary: dict[str, Any] = {"policy": policy}
+        for field in ("tokens_per_second", "round_ms", "acceptance_length", "mean_verify_length"):
+            summary[field] = mean(getattr(r, field) for r in rows)
+        for reference in ("ar", "full"):
+            ratios = [self.ratio(policy, reference, r.category) for r in rows if r.category != ALL]
+            known = [ratio for ratio in ratios if ratio is not None]
+            summary[f"vs_{reference}"] = mean(known) if known else None
+        return summary
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, every row with its ratios."""
+        rows = [
+            asdict(row) | {f"vs_{name}": self.ratio(row.policy, name, row.category) for name in ("ar", "full")}
+            for row in self.rows
+        ]
+        return {"label": LABEL, **asdict(self), "rows": rows, "means": self.summaries(), "passed": self.passed}
+
+
+def routing_lines(routing: Any) -> Iterator[str]:
+    """How the random routers behave."""
+    if routing is None:
+        yield "Dense target: no experts."
+        return
+    curve = "  ".join(f"{w}: {count:.1f}" for w, count in routing.distinct.items())
+    yield f"Distinct experts of a layer by tokens (mean over layers): {curve}"
+    yield (
+        f"At 16 tokens {routing.layers[0]:.1f} in the layer with the fewest and {routing.layers[1]:.1f} in that with "
+        f"the most; new experts of Layer 0 and of the later layers correlate by {routing.correlation:.2f}; strength "
+        f"of the shared direction {routing.strength:.3f}."
+    )
+
+
+def decode_lines(report: DecodeBenchmark) -> Iterator[str]:
+    """All tables."""
+    yield f"All numbers: {LABEL}. Bandwidth of the floors: {_bandwidth(report)}."
+    for stock in report.stock:
+        yield f"stock generate, {stock.setting}: {stock.token_ms:.2f} ms a token"
+    columns = f"{'tokens/s':>10}{'spread':>9}{'ms/round':>10}{'AL':>7}{'mean w':>8}{'x AR':>7}{'x DFlash':>10}"
+    yield f"{'category':<15}{'policy':<12}{columns}  text"
+    for row in report.rows:
+        yield _line(row.category, asdict(row) | {
+            f"vs_{name}": report.ratio(row.policy, name, row.category) for name in ("ar", "full")
+        }) + ("  known" if row.known_text else "  WRONG")  # fmt: skip
+    yield "Means over the categories:"
+    for summary in report.summaries():
+        yield _line("mean", summary)
+    if report.parts:
+        yield "Parts of a round, each alone and launched from the host (the shortest of several):"
+    for part in report.parts:
+        floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
+        yield f"{part.part}: {part.ms:.3f} ms{floor}"
+    for note in sorted({note for row in report.rows for note in row.notes}):
+        yield f"note: {note}"
+
+
+def _bandwidth(report: DecodeBenchmark) -> str:
+    bandwidth = report.floors["bandwidth"]
+    return "not measured" if bandwidth is None else f"{bandwidth / 1e12:.3f} TB/s (1 GiB device copy)"
+
+
+def _line(category: str, row: dict[str, Any]) -> str:
+    spread = f"{row['spread']:>9.1f}" if "spread" in row else " " * 9
+    ratios = "".join(
+        f"{'-' if row[name] is None else format(row[name], '.2f'):>{width}}"
+        for name, width in (("vs_ar", 7), ("vs_full", 10))
+    )
+    return (
+        f"{category:<15}{NAMES.get(row['policy'], row['policy']):<12}{row['tokens_per_second']:>10.1f}{spread}"
+        f"{row['round_ms']:>10.3f}{row['acceptance_length']:>7.2f}{row['mean_verify_length']:>8.2f}{ratios}"
+    )

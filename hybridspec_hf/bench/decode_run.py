@@ -1,0 +1,182 @@
+"""A pair of random weights, traces, modes -> timed requests whose tokens were checked: the decoding benchmark."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hybridspec_generation import HybridSpecConfig
+from hybridspec_generation.round import Round
+
+from ..calibration.capture import open_round
+from ..calibration.latency import run_target, seconds, synchronize
+from ..engine import release
+from .decode_floors import DecodeFloors, floor_ms
+from .decode_models import RandomPair, follow
+from .decode_report import ALL, DecodeBenchmark, Parts, Row, Stock
+from .decode_script import Script, scripted
+from .decode_traces import Trace, load_acceptance
+
+# plain generate is a hundred times slower: a difference of two short lengths is enough
+STOCK_TOKENS = (4, 12)
+STOCK: dict[str, dict[str, Any]] = {
+    "default": {},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        modes: of "stock", "ar", "dflash", "static" and "hybridspec". lengths: of "static" and of the parts.
+        context, new_tokens: tokens of the prompt and of an answer. repeats: timed requests of each kind.
+    """
+
+    modes: Sequence[str]
+    lengths: Sequence[int]
+    context: int
+    new_tokens: int
+    repeats: int
+
+    def policies(self) -> list[str]:
+        """Policies that draft."""
+        fixed = [f"static:{w}" for w in self.lengths if w > 1] if "static" in self.modes else []
+        full = ["full"] if "dflash" in self.modes else []
+        return [*full, *fixed, *(["hybridspec"] if "hybridspec" in self.modes else [])]
+
+
+def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwidth: float | None) -> DecodeBenchmark:
+    """Time everything of the plan.
+
+    Args:
+        pair: of `decode_models.build`. traces: one per category. bandwidth: bytes per second for the floors.
+    """
+    prompt = pair.text(plan.context)
+    floors = DecodeFloors(pair.target, pair.drafter, pair.routing.distinct if pair.routing else {}, plan.context)
+    policies = plan.policies()
+    requests = plan.repeats * (len(policies) * len(traces) + ("ar" in plan.modes))
+    with tqdm(total=requests + len(STOCK) * ("stock" in plan.modes), desc="decode", unit="request") as bar:
+        stock = [time_stock(pair, prompt, name, bar) for name in STOCK] if "stock" in plan.modes else []
+        rows = [time_requests(pair, prompt, "ar", None, plan, bar)] if "ar" in plan.modes else []
+        for trace in traces if policies else ():
+            script = Script(trace, pair.successor, pair.drafter.config.block_size - 1)
+            for policy in policies:
+                warm = trace is not traces[0]
+                rows.append(time_requests(pair, prompt, policy, trace, plan, bar, script=script, warm=warm))
+    parts = time_parts(pair, prompt, plan.lengths, floors, bandwidth)
+    release(pair.target)
+    return DecodeBenchmark(rows, stock, parts, floors.to_dict(sorted({1, *plan.lengths}), bandwidth))
+
+
+def request(prompt: Tensor, new_tokens: int) -> dict[str, Any]:
+    """What all modes give to generate; with a mask, because the text may hold the padding token."""
+    mask = torch.ones_like(prompt)
+    return {"input_ids": prompt, "attention_mask": mask, "do_sample": False, "max_new_tokens": new_tokens}
+
+
+def options(pair: RandomPair, policy: str) -> dict[str, Any]:
+    """Keyword arguments of generate for "ar" or a policy; the tables fit the traces and the random routers."""
+    wanted: dict[str, Any] = {"generation_mode": "hybridspec", "return_dict_in_generate": True}
+    if policy == "ar":
+        return wanted
+    tables: dict[str, Any] = {}
+    block = pair.drafter.config.block_size
+    acceptance = load_acceptance()
+    if policy == "hybridspec" and acceptance.block == block:
+        tables = {"acceptance": acceptance, "experts": pair.routing.table if pair.routing else None}
+    return wanted | {"assistant_model": pair.drafter, "hybridspec_config": HybridSpecConfig(policy=policy, **tables)}
+
+
+def time_requests(
+    pair: RandomPair,
+    prompt: Tensor,
+    policy: str,
+    trace: Trace | None,
+    plan: Plan,
+    bar: Any,
+    *,
+    script: Script | None = None,
+    warm: bool = False,
+) -> Row:
+    """Decode the prompt with one policy `repeats` times, by a script that starts anew each time.
+
+    Args:
+        warm: the policy ran before; otherwise a request goes ahead that does not count.
+    """
+    wanted = follow(pair.successor, prompt[0, -1:], plan.new_tokens + 1)[1:]
+    bar.set_postfix_str(f"{trace.name if trace else ''} {policy}")
+    runs, right = [], True
+    scope: AbstractContextManager[None] = nullcontext()
+    if script is not None:
+        scope = scripted(pair.target, pair.drafter, script)
+    with scope:
+        for _ in range(plan.repeats + (not warm)):
+            if script is not None:
+                script.reset()
+            out = pair.target.generate(**request(prompt, plan.new_tokens), **options(pair, policy))
+            right = right and torch.equal(out.sequences[0, plan.context :], wanted)
+            runs.append(out.report)
+    bar.update(plan.repeats)
+    timed = runs[-plan.repeats :]
+    last = timed[-1]
+    return Row(
+        policy=policy,
+        category=trace.name if trace else ALL,
+        tokens_per_second=median(r.tokens_per_second for r in timed),
+        spread=max(r.tokens_per_second for r in timed) - min(r.tokens_per_second for r in timed),
+        round_ms=median(1e3 * r.decode_seconds / r.rounds for r in timed),
+        rounds=last.rounds,
+        acceptance_length=median(r.acceptance_length for r in timed),
+        mean_verify_length=median(r.mean_verify_length for r in timed),
+        known_text=right,
+        notes=sorted({note for r in runs for note in r.notes}),
+    )
+
+
+def time_stock(pair: RandomPair, prompt: Tensor, name: str, bar: Any) -> Stock:
+    """Milliseconds a token of transformers' own generate, as the difference of two lengths."""
+    bar.set_postfix_str(f"stock {name}")
+    few, many = STOCK_TOKENS
+
+    def generate(new_tokens: int) -> float:
+        synchronize()
+        started = time.perf_counter()
+        out = pair.target.generate(**request(prompt, new_tokens), **STOCK[name])
+        synchronize()
+        if not torch.equal(out[0, prompt.shape[1] :], follow(pair.successor, prompt[0, -1:], new_tokens + 1)[1:]):
+            raise RuntimeError(f"Stock generate ({name}) left the text that its weights were made for.")
+        return time.perf_counter() - started
+
+    generate(few)
+    times = {tokens: median(generate(tokens) for _ in range(2)) for tokens in STOCK_TOKENS}
+    bar.update()
+    return Stock(name, 1e3 * (times[many] - times[few]) / (many - few))
+
+
+def time_parts(
+    pair: RandomPair, prompt: Tensor, lengths: Sequence[int], floors: DecodeFloors, bandwidth: float | None
+) -> list[Parts]:
+    """Shortest times of a draft and of the target's stages, one by one and launched from the host."""
+    r = open_round(pair.target, pair.drafter, prompt, budget=pair.drafter.config.block_size, eos=[])
+    text = follow(pair.successor, prompt[0, -1:], r.state.block + 1)[1:]
+    parts = [Parts("draft", 1e3 * draft_seconds(r, text), floor_ms(sum(floors.draft().values()), bandwidth))]
+    for w in sorted({1, *lengths}):
+        floor = floor_ms(sum(floors.verification(w).values()), bandwidth)
+        parts.append(Parts(f"verification of {w}", 1e3 * seconds(partial(run_target, r, text, w)), floor))
+    return parts
+
+
+def draft_seconds(r: Round, text: Tensor) -> float:
+    """Time of one proposal."""
+    drafter = r.drafter
+    assert drafter is not None
+    return seconds(partial(drafter.propose, text[:1], r.cache.length))

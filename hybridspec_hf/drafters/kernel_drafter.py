@@ -1,0 +1,136 @@
+"""A bound DFlash drafter as a sequence of kernel launches: capture-safe, for blocks of up to 16 rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridspec_generation.protocols import Draft
+from hybridspec_kernels import (
+    MAX_TOKENS,
+    AttentionScratch,
+    HeadScratch,
+    add_rms_norm,
+    attention_prepare,
+    attention_splits,
+    attention_verify,
+    has_kernels,
+    head_draft,
+    linear,
+    swiglu_linear,
+)
+
+from .block import BlockDrafter, DraftContext
+from .dflash import DFlashDrafter
+
+
+class KernelDrafter(BlockDrafter):
+    """`BlockDrafter` in kernels; a prompt's features still go through PyTorch.
+
+    Args:
+        drafter, embed_tokens, lm_head, context: as for `BlockDrafter`, in one dtype.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, embed_tokens: Any, lm_head: Any, context: DraftContext) -> None:
+        super().__init__(drafter, embed_tokens, lm_head, context)
+        with torch.inference_mode(False):
+            self._allocate()
+
+    def _allocate(self) -> None:
+        config, W, device, dtype = self.drafter.config, self.block_size, self.keys.device, self.keys.dtype
+        kv_heads, capacity, head_dim = self.keys.shape[2:]
+        self.query_heads: int = config.num_attention_heads
+
+        def buffer(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.tokens = torch.full((W,), config.mask_token_id or 0, device=device)  # [W] anchor, then masks
+        self.residual, self.hidden, self.delta = (buffer(W, config.hidden_size) for _ in range(3))
+        self.inner = buffer(W, config.intermediate_size)
+        self.projected = buffer(W, (self.query_heads + 2 * kv_heads) * head_dim)
+        self.context_projected = buffer(W, 2 * kv_heads * head_dim)
+        self.queries = buffer(W, self.query_heads, head_dim)
+        self.mixed = buffer(W, self.query_heads * head_dim)
+        splits = attention_splits(capacity, kv_heads, device)
+        self.attention_scratch = AttentionScratch.allocate(W, self.query_heads, head_dim, splits, device)
+        self.head_scratch = HeadScratch.allocate(W, len(self.lm_head.weight), device)
+        self.draft = Draft(
+            torch.zeros(W - 1, dtype=torch.int64, device=device),
+            buffer(W - 1, dtype=torch.float32),
+            buffer(W - 1, dtype=torch.float32),
+        )
+        # text positions are slots: one table serves every request
+        cos, sin = self.drafter.rotary(self.slots[None])
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+
+    def append(self, features: Tensor, start: Tensor) -> None:
+        """Context keys and values of `features` `[T, A*H]` at slots `start` `[1]`, ... ."""
+        w = len(features)
+        if w > self.block_size:
+            super().append(features, start)
+            return
+        drafter, fused, context = self.drafter, self.delta[:w], self.hidden[:w]
+        linear(features, (drafter.fc.weight,), fused, overlap=True)
+        self.norm(drafter.hidden_norm, fused, None, context)
+        for i, layer in enumerate(drafter.layers):
+            attention, projected = layer.self_attn, self.context_projected[:w]
+            linear(context, (attention.k_proj.weight, attention.v_proj.weight), projected, overlap=True)
+            self.prepare(i, projected, start, None)
+
+    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
+        """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`."""
+        self.tokens[:1].copy_(anchor)
+        residual, hidden, delta = self.residual, self.hidden, None
+        torch.index_select(self.embed_tokens.weight, 0, self.tokens, out=residual)
+        for i, layer in enumerate(self.drafter.layers):
+            self.norm(layer.input_layernorm, residual, delta, hidden)
+            self.norm(layer.post_attention_layernorm, residual, self.attend(i, layer.self_attn, hidden, length), hidden)
+            mlp, delta = layer.mlp, self.delta
+            swiglu_linear(hidden, mlp.gate_proj.weight, mlp.up_proj.weight, self.inner, overlap=True)
+            linear(self.inner, (mlp.down_proj.weight,), delta, overlap=True)
+        self.norm(self.drafter.norm, residual, delta, hidden)
+        head_draft(hidden[1:], self.lm_head.weight, *self.draft, self.head_scratch, overlap=True)
+        return self.draft
+
+    def attend(self, i: int, attention: Any, hidden: Tensor, length: Tensor) -> Tensor:
+        """Attention of layer i from its input `[W, H]` to its output projection; the block's keys enter the cache."""
+        weights = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        linear(hidden, weights, self.projected, overlap=True)
+        self.prepare(i, self.projected, length, self.queries)
+        rule = self.drafter.rules[i]
+        attention_verify(
+            self.queries, self.keys[i, 0], self.values[i, 0], length, self.mixed, self.attention_scratch,
+            scale=attention.head_dim**-0.5, causal=rule.causal, window=rule.window,
+            window_from_block=rule.window_from_block, overlap=True,
+        )  # fmt: skip
+        linear(self.mixed, (attention.o_proj.weight,), self.delta, overlap=True)
+        return self.delta
+
+    def prepare(self, i: int, projected: Tensor, start: Tensor, queries: Tensor | None) -> None:
+        """Norm and rotation of a layer's keys (and queries), into the cache from slot `start` on."""
+        attention = self.drafter.layers[i].self_attn
+        attention_prepare(
+            projected, None if queries is None else attention.q_norm.weight, attention.k_norm.weight, self.cos,
+            self.sin, start, queries, self.keys[i, 0], self.values[i, 0],
+            query_heads=0 if queries is None else self.query_heads, gated=False, zero_centered=False,
+            eps=attention.k_norm.eps, overlap=True,
+        )  # fmt: skip
+
+    def norm(self, module: Any, residual: Tensor, delta: Tensor | None, out: Tensor) -> None:
+        """residual += delta; out = the norm of residual."""
+        add_rms_norm(residual, delta, module.weight, out, eps=module.eps, zero_centered=False, overlap=True)
+
+
+def why_not(drafter: DFlashDrafter, embed_tokens: Any, lm_head: Any) -> str | None:
+    """None if the kernels can run this drafter, else the reason in words."""
+    config, weight = drafter.config, drafter.fc.weight
+    if not has_kernels(weight.device):
+        return "Triton kernels need an NVIDIA GPU from SM80 on, and triton"
+    if config.block_size is None or config.block_size > MAX_TOKENS:
+        return f"the drafter's block has {config.block_size} rows, the kernels take {MAX_TOKENS}"
+    if config.attention_bias or config.hidden_act not in ("silu", "swish"):
+        return "the drafter has biases, or another activation than silu"
+    dtypes = {weight.dtype, embed_tokens.weight.dtype, lm_head.weight.dtype}
+    if len(dtypes) != 1:
+        return f"drafter and target differ in dtype ({', '.join(sorted(map(str, dtypes)))})"
+    return None

@@ -1,0 +1,1 @@
+"""Captured PyTorch graphs joined into one graph in which the GPU chooses what runs: driver, setters, composition."""

@@ -1,0 +1,286 @@
+"""The split forward for up to 16 tokens as a sequence of kernel launches: capture-safe, over the model's own weights.
+
+`SplitTarget` runs the model's modules one by one and works everywhere; this runs the same layers with the project's
+kernels, reads every length on the GPU, and writes static buffers only. `why_not` says when a target cannot run so.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridspec_generation.cache import TargetCache
+from hybridspec_generation.state import RouterBoundary
+from hybridspec_kernels import (
+    MAX_TOKENS,
+    AttentionScratch,
+    ExpertSlots,
+    ExpertWeights,
+    GDNProjection,
+    HeadScratch,
+    Routing,
+    add_rms_norm,
+    attention_prepare,
+    attention_splits,
+    attention_verify,
+    gated_rms_norm,
+    head_argmax,
+    linear,
+    moe_combine_norm,
+    moe_experts,
+    moe_route,
+    swiglu_linear,
+)
+
+from .base import SplitTarget, plain_linear
+
+# how many rotary rows are computed at once
+ROTARY_CHUNK = 32768
+
+# what a layer adds to the residual stream: a tensor, the outputs of the listed experts, or nothing
+Delta = Tensor | ExpertSlots | None
+
+
+class KernelTarget:
+    """Implements `hybridspec_generation.protocols.Target` on one cache; for W <= 16 rows.
+
+    Every launch may overlap with the one in front of it: none writes what its successor reads before waiting (weights,
+    and a GDN layer's state, which only the commit writes, behind other work).
+
+    Args:
+        split: the target's split view, whose modules hold the weights.
+        cache: the cache that rounds work on; its capacity is that of the rotary tables.
+    """
+
+    def __init__(self, split: SplitTarget, cache: TargetCache) -> None:
+        self.split, self.cache = split, cache
+        self.cache_shape, self.hidden_size = split.cache_shape, split.hidden_size
+        self.top_k, self.num_moe_layers = split.top_k, split.num_moe_layers
+        with torch.inference_mode(False):
+            self._allocate(cache)
+
+    def _allocate(self, cache: TargetCache) -> None:
+        split, W, device = self.split, cache.block, cache.length.device
+        gdn = cache.gdn.shape
+
+        def buffer(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=split.cache_shape.dtype, device=device)
+
+        self.hidden, self.delta = buffer(W, split.hidden_size), buffer(W, split.hidden_size)
+        self.core = buffer(W, gdn.value_heads * gdn.value_dim)
+        self.chosen = torch.zeros(W, dtype=torch.int64, device=device)
+        self.head_scratch = HeadScratch.allocate(W, len(split.lm_head.weight), device)
+        if "full_attention" in split.layer_types:
+            attention = split.mixers[split.layer_types.index("full_attention")]
+            head_dim, (kv_heads, capacity) = attention.head_dim, cache.keys.shape[1:3]
+            query_heads = len(attention.q_proj.weight) // (2 * head_dim)
+            self.projected = buffer(W, (2 * query_heads + 2 * kv_heads) * head_dim)
+            self.queries, self.mixed = buffer(W, query_heads, head_dim), buffer(W, query_heads * head_dim)
+            splits = attention_splits(capacity, kv_heads, device)
+            self.attention_scratch = AttentionScratch.allocate(W, query_heads, head_dim, splits, device)
+            positions = torch.zeros(split.rotary_axes, 1, dtype=torch.int64, device=device)
+            channels = self._rotary(positions)[0].shape[-1]
+            self.cos, self.sin = buffer(capacity, channels), buffer(capacity, channels)
+        if split.top_k:
+            self.logits = buffer(W, split.num_experts + 1)
+            # Stage 1 takes up Layer 0's gate logits where Stage 0 left them
+            self.boundary_logits = torch.zeros_like(self.logits)
+            self.routing = Routing.allocate(W, split.top_k, self.logits.dtype, device)
+            self.slots = ExpertSlots.allocate(W, split.top_k, device)
+            inner = max(max(experts.down.shape[2], len(experts.shared_gate)) for experts in self._experts())
+            self.act = buffer(len(self.slots.expert), MAX_TOKENS, inner)
+            self.expert_outputs = buffer(len(self.slots.expert), MAX_TOKENS, split.hidden_size)
+        dense = [len(layer.mlp.gate_proj.weight) for layer in split.layers if hasattr(layer.mlp, "gate_proj")]
+        self.dense = buffer(W, max(dense, default=0))
+
+    def _experts(self) -> list[ExpertWeights]:
+        return [expert_weights(layer.mlp) for layer in self.split.layers if hasattr(layer.mlp, "experts")]
+
+    def start_request(self) -> None:
+        """Take over a prefilled cache: the rotary tables for its positions."""
+        if "full_attention" not in self.split.layer_types:
+            return
+        for first in range(0, len(self.cos), ROTARY_CHUNK):
+            rows = slice(first, min(first + ROTARY_CHUNK, len(self.cos)))
+            slots = torch.arange(rows.start, rows.stop, device=self.cos.device)
+            cos, sin = self._rotary(self.cache.position_offset[:, None] + slots)
+            self.cos[rows], self.sin[rows] = cos[0], sin[0]
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        like = self.hidden[:1]
+        cos, sin = self.split.rotary_emb(like, positions[:, None] if self.split.rotary_axes == 3 else positions)
+        return cos, sin
+
+    # ---- the two stages
+
+    def stage0(self, tokens: Tensor, cache: TargetCache, boundary: RouterBoundary) -> None:
+        """Layer 0 up to its router, see `Target.stage0`."""
+        u, layer = len(tokens), self.split.layers[0]
+        residual, hidden = boundary.residual[:u], boundary.hidden[:u]
+        torch.index_select(self.split.embed_tokens.weight, 0, tokens, out=residual)
+        self.norm(layer.input_layernorm, residual, None, self.hidden[:u])
+        self.norm(layer.post_attention_layernorm, residual, self.mix_tokens(0, self.hidden[:u]), hidden)
+        if self.top_k:
+            self.route(layer.mlp, hidden, self.boundary_logits[:u], self.boundary_routing(boundary), None)
+
+    def stage1(self, w: int, cache: TargetCache, boundary: RouterBoundary, features: Tensor | None) -> Tensor:
+        """Layer 0 from its experts on, then the other layers, see `Target.stage1`; uses up the boundary's residual."""
+        residual, hidden, layers = boundary.residual[:w], self.hidden[:w], self.split.layers
+        delta = self.resume_mlp(w, boundary)
+        for i in range(1, len(layers)):
+            self.norm(layers[i].input_layernorm, residual, delta, hidden, self.feature(i - 1, w, features))
+            self.norm(layers[i].post_attention_layernorm, residual, self.mix_tokens(i, hidden), hidden)
+            delta = self.mlp(layers[i].mlp, hidden)
+        self.norm(self.split.norm, residual, delta, hidden, self.feature(len(layers) - 1, w, features))
+        return hidden
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """Greedy choice after each row, see `Target.next_tokens`."""
+        tokens = self.chosen[: len(hidden)]
+        head_argmax(hidden, self.split.lm_head.weight, tokens, self.head_scratch, overlap=True)
+        return tokens
+
+    # ---- their parts
+
+    def norm(
+        self, module: Any, residual: Tensor, delta: Delta, out: Tensor, feature: Tensor | None = None
+    ) -> None:
+        """residual += delta; out = the layer norm of residual; a layer's output is also a drafter's feature."""
+        options: dict[str, Any] = {"eps": module.eps, "feature": feature, "overlap": True}
+        if isinstance(delta, ExpertSlots):
+            moe_combine_norm(residual, self.expert_outputs, delta, module.weight, out, **options)
+        else:
+            add_rms_norm(residual, delta, module.weight, out, zero_centered=True, **options)
+
+    def feature(self, layer: int, w: int, features: Tensor | None) -> Tensor | None:
+        """The drafter's columns of a layer's output, `[w, H]`, if it reads them."""
+        if features is None or layer not in self.split.feature_layers:
+            return None
+        column = self.split.feature_layers.index(layer) * self.hidden_size
+        return features[:w, column : column + self.hidden_size]
+
+    def mix_tokens(self, i: int, hidden: Tensor) -> Tensor:
+        """Token mixer of layer i on `[w, H]`: writes its part of the cache, commits nothing."""
+        module, index = self.split.mixers[i], self.split.kind_index[i]
+        if self.split.layer_types[i] == "linear_attention":
+            return self.gated_delta_net(module, index, hidden)
+        return self.attention(module, index, hidden)
+
+    def gated_delta_net(self, module: Any, index: int, hidden: Tensor) -> Tensor:
+        """Projections and convolution, verification, gated norm, output projection: one launch each."""
+        gdn, params, rows, w = self.cache.gdn, self.split.gdn_params[index], self.split.gdn_rows[index], len(hidden)
+        assert rows is not None
+        projection = GDNProjection(*self.split.projection_weights(module), rows)
+        mixed_qkv, z, a, b = gdn.project(index, hidden, projection, params, overlap=True)
+        out = gdn.verify_convolved(index, mixed_qkv, a, b, params, overlap=True)
+        core, delta = self.core[:w], self.delta[:w]
+        gated_rms_norm(out, z, module.norm.weight, core, eps=module.norm.variance_epsilon, overlap=True)
+        linear(core, (module.out_proj.weight,), delta, overlap=True)
+        return delta
+
+    def attention(self, module: Any, index: int, hidden: Tensor) -> Tensor:
+        """Joint projection, norms and rotation, attention over the visible slots, output projection."""
+        cache, w = self.cache, len(hidden)
+        keys, values = cache.keys[index], cache.values[index]
+        projected, queries, mixed = self.projected[:w], self.queries[:w], self.mixed[:w]
+        linear(hidden, (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight), projected, overlap=True)
+        attention_prepare(
+            projected, module.q_norm.weight, module.k_norm.weight, self.cos, self.sin, cache.length, queries, keys,
+            values, query_heads=queries.shape[1], gated=True, zero_centered=True, eps=module.q_norm.eps, overlap=True,
+        )  # fmt: skip
+        attention_verify(
+            queries, keys, values, cache.length, mixed, self.attention_scratch, scale=module.scaling, gate=projected,
+            overlap=True,
+        )  # fmt: skip
+        linear(mixed, (module.o_proj.weight,), self.delta[:w], overlap=True)
+        return self.delta[:w]
+
+    def resume_mlp(self, w: int, boundary: RouterBoundary) -> Delta:
+        """Layer 0's MLP output for the first w boundary rows, without running its router."""
+        mlp, hidden = self.split.layers[0].mlp, boundary.hidden[:w]
+        if not self.top_k:
+            return self.mlp(mlp, hidden)
+        moe_route(self.boundary_logits[:w], self.boundary_routing(boundary), self.slots, choose=False, overlap=True)
+        return self.run_experts(mlp, hidden)
+
+    def boundary_routing(self, boundary: RouterBoundary) -> Routing:
+        """The boundary's experts, where the routing kernel writes and reads them."""
+        return self.routing._replace(ids=boundary.expert_ids, weights=boundary.expert_weights)
+
+    def mlp(self, module: Any, hidden: Tensor) -> Delta:
+        """A layer's MLP or MoE block on `[w, H]`."""
+        w = len(hidden)
+        if hasattr(module, "experts"):
+            self.route(module, hidden, self.logits[:w], self.routing, self.slots)
+            return self.run_experts(module, hidden)
+        inner = self.dense[:w]
+        swiglu_linear(hidden, module.gate_proj.weight, module.up_proj.weight, inner, overlap=True)
+        linear(inner, (module.down_proj.weight,), self.delta[:w], overlap=True)
+        return self.delta[:w]
+
+    def route(self, module: Any, hidden: Tensor, logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> None:
+        """Router and shared expert's gate in one product, then the choice of experts."""
+        linear(hidden, (module.gate.weight, module.shared_expert_gate.weight), logits, overlap=True)
+        moe_route(logits, routing, slots, overlap=True)
+
+    def run_experts(self, module: Any, hidden: Tensor) -> Delta:
+        """Routed and shared experts of the listed slots; the norm behind them adds up each token's."""
+        weights = expert_weights(module)
+        moe_experts(hidden, self.slots, self.top_k, weights, self.act, self.expert_outputs, overlap=True)
+        return self.slots
+
+
+def expert_weights(module: Any) -> ExpertWeights:
+    """The weights of an MoE block where transformers keeps them."""
+    shared = module.shared_expert
+    return ExpertWeights(
+        module.experts.gate_up_proj,
+        module.experts.down_proj,
+        *(layer.weight for layer in (shared.gate_proj, shared.up_proj, shared.down_proj)),
+    )
+
+
+def why_not(split: SplitTarget, cache: TargetCache) -> str | None:
+    """None if the kernels can run this target's rounds on this cache, else the reason in words."""
+    if not cache.gdn.kernels:
+        return "the GDN kernels do not run here"
+    if any(rows is None for rows in split.gdn_rows):
+        return "a GDN projection is more than a plain linear layer"
+    for name, module in kernel_modules(split):
+        if not computes_plainly(module):
+            return f"{name} ({type(module).__name__}) is more than its plain transformers layer"
+    dtypes = {p.dtype for _, module in kernel_modules(split) for p in module.parameters(recurse=False)}
+    if dtypes != {split.cache_shape.dtype}:
+        return f"the layers mix dtypes ({', '.join(sorted(map(str, dtypes)))})"
+    return None
+
+
+def kernel_modules(split: SplitTarget) -> list[tuple[str, Any]]:
+    """Every module whose weights the kernels read in place of calling it."""
+    found = [("embed_tokens", split.embed_tokens), ("lm_head", split.lm_head), ("norm", split.norm)]
+    for i, layer in enumerate(split.layers):
+        skipped = ("conv1d", "in_proj")
+        for name, module in layer.named_modules():
+            if next(module.parameters(recurse=False), None) is not None and not name.split(".")[-1].startswith(skipped):
+                # a GDN layer's own parameters are read by SplitTarget too
+                if module is not split.mixers[i]:
+                    found.append((f"layers.{i}.{name}", module))
+    return found
+
+
+def computes_plainly(module: Any) -> bool:
+    """Whether a module is of a kind that the kernels know and does nothing besides."""
+    if isinstance(module, nn.Linear):
+        return plain_linear(module)
+    parameters = list(module.parameters(recurse=False))
+    plain_parameters = all(type(p) is nn.Parameter and p.is_contiguous() for p in parameters)
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if not plain_parameters or hooked:
+        return False
+    if type(module) is nn.Embedding:
+        return module.max_norm is None
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.qwen3") and kind.__name__.endswith(KNOWN)
+
+
+KNOWN = ("RMSNorm", "RMSNormGated", "TopKRouter", "Experts")

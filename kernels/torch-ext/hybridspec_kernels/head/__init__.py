@@ -1,0 +1,1 @@
+"""The language-model head: hidden states -> tokens, without the logits in memory."""

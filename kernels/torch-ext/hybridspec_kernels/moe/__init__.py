@@ -1,0 +1,1 @@
+"""Mixture of experts for few tokens: routing, the list of distinct experts, and their products, each expert read once."""

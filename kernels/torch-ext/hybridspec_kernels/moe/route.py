@@ -1,0 +1,249 @@
+"""Router logits of w tokens -> experts and weights of each token, and the list of distinct experts to run."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
+from ..selection.correct import new_experts_ref
+from ..triton_support import await_previous, jit, launch_options, launcher, loop_bound, start_next, tl, triton
+
+MAX_EXPERTS = 4096
+
+
+class Routing(NamedTuple):
+    """Experts of each token, as transformers' router gives them.
+
+    Attributes:
+        ids: `[w, topk]`, int64. weights: `[w, topk]`, renormalised, model dtype.
+        new: `[w]`, int32, experts that a token adds to those of the tokens before it; counted where no slots are listed.
+        arrived: `[1]`, int32, 0 between launches: programs that are done.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    new: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> "Routing":
+        """Room for `tokens` tokens."""
+        return cls(
+            torch.zeros(tokens, top_k, dtype=torch.int64, device=device),
+            torch.zeros(tokens, top_k, dtype=dtype, device=device),
+            torch.zeros(tokens, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+
+class ExpertSlots(NamedTuple):
+    """The distinct experts of w tokens, each to be read once; slot `count` is the shared expert.
+
+    Attributes:
+        expert: `[S]`, int32, S > w * topk: experts in ascending order, then garbage.
+        weight: `[S, 16]`, fp32: what the slot's output counts for in each token, 0 if the token did not choose it.
+        count: `[1]`, int32, distinct experts.
+        of_pair: `[w, topk]`, int32, the slot of each token's experts.
+    """
+
+    expert: Tensor
+    weight: Tensor
+    count: Tensor
+    of_pair: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, top_k: int, device: torch.device) -> "ExpertSlots":
+        """Room for the experts of `tokens` tokens and the shared one."""
+        slots = tokens * top_k + 1
+        return cls(
+            torch.zeros(slots, dtype=torch.int32, device=device),
+            torch.zeros(slots, MAX_TOKENS, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(tokens, top_k, dtype=torch.int32, device=device),
+        )
+
+
+def moe_route_ref(logits: Tensor, top_k: int) -> Routing:
+    """Softmax, top-k and renormalisation as in transformers' `Qwen3_5MoeTopKRouter.forward`: logits `[w, E]`."""
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    weights, ids = logits.softmax(-1, dtype=wide).topk(top_k, dim=-1)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
+    return Routing(ids, weights, new_experts_ref(ids), torch.zeros(1, dtype=torch.int32, device=ids.device))
+
+
+def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSlots:
+    """The slots of tokens with experts `ids` `[w, topk]`, their weights, and shared-expert gate logits `[w]`."""
+    experts, of_pair = ids.unique(return_inverse=True)
+    weight = torch.zeros(len(experts) + 1, MAX_TOKENS, dtype=weights.dtype, device=ids.device)
+    for slot, expert in enumerate(experts):
+        weight[slot, : len(ids)] = (weights * (ids == expert)).sum(-1)
+    weight[len(experts), : len(ids)] = torch.sigmoid(shared_gate)
+    count = torch.tensor([len(experts)], dtype=torch.int32, device=ids.device)
+    return ExpertSlots(experts.to(torch.int32), weight, count, of_pair.to(torch.int32))
+
+
+@partial(jit, do_not_specialize=["W"])
+def _moe_route_kernel(
+    logits, ids, weights, new, slot_expert, slot_weight, slot_count, pair_slot, arrived, W,
+    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+    ROUTE: tl.constexpr, LIST: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """ROUTE: a program a token chooses its experts, and the last one to finish goes on: to the slots, or to `new`."""
+    o_e = tl.arange(0, EP)
+    start_next(USE_PDL)
+    await_previous(USE_PDL)
+    last = True
+    if ROUTE:
+        choose_experts(logits, ids, weights, tl.program_id(0), o_e, E, TOPK)
+        last = tl.atomic_add(arrived, 1, sem="acq_rel") == W - 1
+    if last:
+        if ROUTE:
+            tl.store(arrived, 0)
+        if LIST:
+            list_experts(
+                logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, TOPK, PAIRS, EP
+            )
+        else:
+            count_new(ids, new, W, TOPK, PAIRS)
+
+
+@jit
+def choose_experts(logits, ids, weights, i_t, o_e, E: tl.constexpr, TOPK: tl.constexpr):
+    """Top-k of one token's logits; the softmax over all experts cancels in the renormalisation."""
+    b_x = tl.load(logits + i_t * (E + 1) + o_e, mask=o_e < E, other=0.0)
+    key, none = ranked(b_x, o_e)
+    key = tl.where(o_e < E, key, none)
+    best = tl.max(key, 0)
+    top, total, scores = score_of(best, b_x.dtype), 0.0, ()
+    for i in tl.static_range(TOPK):
+        score = tl.exp(score_of(best, b_x.dtype) - top)
+        tl.store(ids + i_t * TOPK + i, (4095 - (best & 4095)).to(tl.int64))
+        total += score
+        scores = scores + (score,)  # type: ignore[assignment]
+        key = tl.where(key == best, none, key)
+        best = tl.max(key, 0)
+    for i in tl.static_range(TOPK):
+        tl.store(weights + i_t * TOPK + i, (scores[i] / total).to(weights.dtype.element_ty))
+
+
+@jit
+def count_new(ids, new, W, TOPK: tl.constexpr, PAIRS: tl.constexpr):
+    """How many experts each token adds: those that no earlier token chose."""
+    o_i, o_p = tl.arange(0, PAIRS), tl.arange(0, 16 * PAIRS)
+    t_p, i_p = o_p // PAIRS, o_p % PAIRS
+    every = tl.load(ids + t_p * TOPK + i_p, mask=(t_p < W) & (i_p < TOPK), other=-1)
+    for i_t in range(0, loop_bound(W)):
+        mine = tl.load(ids + i_t * TOPK + o_i, mask=o_i < TOPK, other=-1)
+        seen = (mine[:, None] == every[None, :]) & (t_p < i_t)[None, :]
+        is_new = (tl.max(seen.to(tl.int32), 1) == 0) & (o_i < TOPK)
+        tl.store(new + i_t, tl.sum(is_new.to(tl.int32), 0))
+
+
+@jit
+def list_experts(
+    logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e,
+    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """The distinct experts of all tokens in ascending order, and what each counts for in each token."""
+    o_t, o_p = tl.arange(0, 16), tl.arange(0, 16 * PAIRS)
+    t_p, i_p = o_p // PAIRS, o_p % PAIRS
+    m_p = (t_p < W) & (i_p < TOPK)
+    expert = tl.load(ids + t_p * TOPK + i_p, mask=m_p, other=0).to(tl.int32)
+    weight = tl.load(weights + t_p * TOPK + i_p, mask=m_p, other=0.0).to(tl.float32)
+    shared = tl.load(logits + o_t * (E + 1) + E, mask=o_t < W, other=0.0)
+    shared = tl.sigmoid(shared.to(tl.float32)).to(shared.dtype).to(tl.float32)
+    present = (tl.histogram(expert, EP, mask=m_p) > 0).to(tl.int32)
+    slot, count = tl.cumsum(present, 0) - 1, tl.sum(present, 0)
+    tl.store(slot_expert + slot, o_e, mask=present > 0)
+    tl.store(slot_count, count)
+    for i_s in range(0, loop_bound(count), 16):
+        tl.store(slot_weight + (i_s + o_t)[:, None] * 16 + o_t[None, :], 0.0, mask=(i_s + o_t < count)[:, None])
+    tl.store(slot_weight + count * 16 + o_t, tl.where(o_t < W, shared, 0.0))
+    # the zeros are there before some are overwritten
+    tl.debug_barrier()
+    slot = tl.gather(slot, expert, 0)
+    tl.store(pair_slot + t_p * TOPK + i_p, slot, mask=m_p)
+    tl.store(slot_weight + slot * 16 + t_p, weight, mask=m_p)
+
+
+@jit
+def ranked(x, o_e):
+    """A key for every logit `[EP]`: ordered as x, the lower index first; and a key below all of them.
+
+    16-bit numbers leave the lower bits of their fp32 form to the index; fp32 needs keys of 64 bits.
+    """
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if x.dtype.primitive_bitwidth == 16:
+        return (order & -4096) | (4095 - o_e), -0x7FFFFFFF - 1
+    else:
+        return (order.to(tl.int64) << 12) | (4095 - o_e).to(tl.int64), -0x7FFFFFFFFFFFFFFF - 1
+
+
+@jit
+def score_of(key, DTYPE: tl.constexpr):
+    """The number that a key carries, fp32."""
+    if DTYPE.primitive_bitwidth == 16:
+        order = tl.where(key < 0, key | 4095, key & -4096)
+    else:
+        order = (key >> 12).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@launcher
+def moe_route(
+    logits: Tensor, routing: Routing, slots: ExpertSlots | None, *, choose: bool = True, overlap: bool = False
+) -> None:
+    """Route w tokens and list their distinct experts, in one launch.
+
+    Args:
+        logits: `[w, E + 1]`, the router's logits, then the shared expert's gate logit.
+        routing: written; with `choose=False` read instead: its first w rows say which experts the tokens chose.
+        slots: written; None leaves the list for later, and `routing.new` is written instead.
+        choose: whether to choose experts by the logits. The router of Layer 0 runs once, in Stage 0; Stage 1 lists the
+            experts of the tokens that it verifies.
+        overlap: let the launch overlap with the kernel in front of it in the stream (SM90 on).
+
+    Raises:
+        ValueError: for more than 16 tokens or 4096 experts, a layout that the kernel does not read, or a device
+            without it.
+    """
+    check_route(logits, routing, slots)
+    (w, columns), top_k = logits.shape, routing.ids.shape[1]
+    # without slots nothing is written there; the kernel still takes pointers
+    listed = (routing.new, routing.weights, routing.new, routing.new) if slots is None else slots
+    experts = max(16, triton.next_power_of_2(columns - 1))
+    _moe_route_kernel[(w if choose else 1,)](
+        logits, routing.ids, routing.weights, routing.new, *listed, routing.arrived, w,
+        E=columns - 1, TOPK=top_k, EP=experts,
+        PAIRS=triton.next_power_of_2(top_k), ROUTE=choose, LIST=slots is not None,
+        num_warps=max(1, experts // 256), **launch_options(logits.device, overlap),
+    )  # fmt: skip
+
+
+def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> None:
+    """Raise ValueError for inputs that the kernel would read wrongly."""
+    check_input_dtype("logits", logits)
+    if logits.ndim != 2 or not 1 <= len(logits) <= MAX_TOKENS or not 2 <= logits.shape[1] <= MAX_EXPERTS + 1:
+        raise ValueError(
+            f"logits is {list(logits.shape)}; the kernel takes [w, E + 1], 1 to {MAX_TOKENS} tokens and at most "
+            f"{MAX_EXPERTS} experts."
+        )
+    (w, columns), (rows, top_k) = logits.shape, routing.ids.shape
+    if rows < w or not 1 <= top_k < columns:
+        raise ValueError(f"routing.ids is {[rows, top_k]} for {w} tokens and {columns - 1} experts. Pass w rows.")
+    check_tensor("logits", logits, (w, columns))
+    check_tensor("routing.ids", routing.ids, (rows, top_k), torch.int64)
+    check_tensor("routing.weights", routing.weights, (rows, top_k), logits.dtype)
+    check_tensor("routing.new", routing.new, (rows,), torch.int32)
+    check_tensor("routing.arrived", routing.arrived, (1,), torch.int32)
+    if slots is not None:
+        size = len(slots.expert)
+        if size <= w * top_k:
+            raise ValueError(f"slots has room for {size} experts, {w} tokens need {w * top_k + 1}. Allocate more.")
+        check_tensor("slots.expert", slots.expert, (size,), torch.int32)
+        check_tensor("slots.weight", slots.weight, (size, MAX_TOKENS), torch.float32)
+        check_tensor("slots.count", slots.count, (1,), torch.int32)
+        check_tensor("slots.of_pair", slots.of_pair, (len(slots.of_pair), top_k), torch.int32)

@@ -1,0 +1,210 @@
+"""The norm kernels against float64 and against the models' own modules, rounding by rounding."""
+
+import pytest
+import torch
+from gdn_blocks import DEVICE, error, poisoned
+from support.kernels import needs_triton
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
+
+from hybridspec_hf.drafters.modules import DFlashRMSNorm
+from hybridspec_kernels.norm.add_rms import add_rms_norm, add_rms_norm_ref
+from hybridspec_kernels.norm.gated_rms import gated_rms_norm, gated_rms_norm_ref
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EPS = 1e-6
+
+
+def random_delta(present, w, H, dtype):
+    """`[w, H]` or None."""
+    return torch.randn(w, H, device=DEVICE).to(dtype) if present else None
+
+
+def double(tensor):
+    """float64, a copy; None stays."""
+    return None if tensor is None else tensor.double().clone()
+
+
+def run_add(residual, delta, weight, zero_centered, kernel):
+    """New residual, norm, and the tensor `[w, 3*H]` in whose middle the feature went."""
+    residual, out, wide = residual.clone(), torch.full_like(residual, torch.nan), residual.repeat(1, 3)
+    w, H = residual.shape
+    feature = wide[:, H : 2 * H]
+    feature[:] = torch.nan
+    kernel(residual, delta, weight, out, eps=EPS, zero_centered=zero_centered, feature=feature)
+    return residual, out, wide
+
+
+def run_gated(x, gate, weight, kernel):
+    """The kernel's or the reference's output."""
+    out = torch.full_like(gate, torch.nan)
+    kernel(x, gate, weight, out, eps=EPS)
+    return out
+
+
+def mostly_equal(got, want):
+    """Whether 16-bit numbers are the same but for roundings that the order of an fp32 sum decides."""
+    # + 0.0: one zero
+    steps = ((got + 0.0).view(torch.int16).int() - (want + 0.0).view(torch.int16).int()).abs()
+    return (steps == 0).double().mean() > 0.98 and steps.max() <= 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("module", [Qwen3_5MoeRMSNorm, Qwen3NextRMSNorm, DFlashRMSNorm])
+def test_reference_rounds_as_the_models(module, dtype):
+    norm = module(96, EPS).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    residual, delta = (torch.randn(5, 96).to(dtype) for _ in range(2))
+    got = run_add(residual, delta, norm.weight.detach(), module is not DFlashRMSNorm, add_rms_norm_ref)
+    assert torch.equal(got[0], residual + delta)
+    assert torch.equal(got[1], norm(residual + delta))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize("module", [Qwen3_5MoeRMSNormGated, Qwen3NextRMSNormGated])
+def test_gated_reference_rounds_as_the_models(module, wide_weight, dtype):
+    norm = module(16, EPS).to(torch.float32 if wide_weight else dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, gate = torch.randn(5, 6, 16).to(dtype), torch.randn(5, 96).to(dtype)
+    want = norm(x.view(-1, 16), gate.view(-1, 16)).view(5, 96)
+    assert torch.equal(run_gated(x, gate, norm.weight.detach(), gated_rms_norm_ref), want)
+
+
+@needs_triton
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("present", [False, True])
+@pytest.mark.parametrize("w, H", [(1, 1), (1, 128), (3, 100), (16, 130)])
+def test_norm_matches_float64(w, H, present, zero_centered):
+    residual, delta = torch.randn(w, H, device=DEVICE), random_delta(present, w, H, torch.float32)
+    weight = torch.randn(H, device=DEVICE)
+    got = run_add(residual, delta, weight, zero_centered, add_rms_norm)
+    exact = run_add(double(residual), double(delta), double(weight), zero_centered, add_rms_norm_ref)
+    for a, b in zip(got, exact, strict=True):
+        assert error(a, b) <= 1e-6
+    assert torch.equal(got[2], torch.cat([residual, got[0], residual], 1)), "only the feature's columns are written"
+
+
+@needs_triton
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("present", [False, True])
+def test_norm_rounds_as_the_reference(present, zero_centered):
+    # the interpreter rounds to bf16 towards zero
+    dtype = torch.float16
+    residual, delta = torch.randn(4, 300, device=DEVICE).to(dtype), random_delta(present, 4, 300, dtype)
+    weight = torch.randn(300, device=DEVICE).to(dtype)
+    got = run_add(residual, delta, weight, zero_centered, add_rms_norm)
+    want = run_add(residual, delta, weight, zero_centered, add_rms_norm_ref)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+    assert mostly_equal(got[1], want[1])
+    # each of the two orders has its own numbers
+    other = run_add(residual, delta, weight if zero_centered else weight - 1, True, add_rms_norm_ref)
+    assert zero_centered or not mostly_equal(got[1], other[1])
+
+
+@needs_triton
+def test_norm_needs_no_feature_and_takes_wide_weights():
+    residual, weight = torch.randn(3, 48, device=DEVICE).half(), torch.randn(48, device=DEVICE)
+    before, out, want = residual.clone(), *(poisoned(3, 48, dtype=torch.float16) for _ in range(2))
+    add_rms_norm(residual, None, weight, out, eps=EPS, zero_centered=True)
+    add_rms_norm_ref(before.clone(), None, weight, want, eps=EPS, zero_centered=True)
+    assert torch.equal(residual, before)
+    assert mostly_equal(out, want)
+
+
+@needs_triton
+def test_norm_refuses_what_it_would_read_wrongly():
+    def run(residual, delta, weight, out, zero_centered=True, **options):
+        add_rms_norm(residual, delta, weight, out, eps=EPS, zero_centered=zero_centered, **options)
+
+    x, weight, out = torch.randn(2, 32, device=DEVICE), torch.randn(32, device=DEVICE), poisoned(2, 32)
+    with pytest.raises(ValueError, match="1 to 16 tokens .* got 17 of 32"):
+        run(x.repeat(9, 1)[:17], None, weight, out)
+    with pytest.raises(ValueError, match="got 1 of 8193"):
+        run(poisoned(1, 8193), None, weight, out)
+    with pytest.raises(ValueError, match=r"residual is \[32\]; .*\[w, H\]"):
+        run(x[0], None, weight, out)
+    with pytest.raises(ValueError, match="residual is torch.float64"):
+        run(x.double(), None, weight, out)
+    with pytest.raises(ValueError, match="residual is .*strides"):
+        run(x.t().contiguous().t(), None, weight, out)
+    with pytest.raises(ValueError, match="delta is .*torch.float16"):
+        run(x, x.half(), weight, out)
+    with pytest.raises(ValueError, match=r"delta is \[1, "):
+        run(x, x[None], weight, out)
+    with pytest.raises(ValueError, match="weight is .*torch.float32"):
+        run(x.half(), None, weight, out.half(), zero_centered=False)
+    with pytest.raises(ValueError, match="out is .*torch.float16"):
+        run(x, None, weight, out.half())
+    for feature in (poisoned(2, 64)[:, ::2], poisoned(2, 33), poisoned(1, 32).expand(2, 32), out.half()):
+        with pytest.raises(ValueError, match="feature is .*unit column stride"):
+            run(x, None, weight, out, feature=feature)
+
+
+@needs_triton
+@pytest.mark.parametrize("w, HV, V", [(1, 6, 16), (5, 3, 12), (16, 4, 130)])
+def test_gated_norm_matches_float64(w, HV, V):
+    x, gate = torch.randn(w, HV, V, device=DEVICE), 3 * torch.randn(w, HV * V, device=DEVICE)
+    weight = torch.randn(V, device=DEVICE)
+    exact = run_gated(x.double(), gate.double(), weight.double(), gated_rms_norm_ref)
+    assert error(run_gated(x, gate, weight, gated_rms_norm), exact) <= 1e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_gated_norm_rounds_as_the_reference(wide_weight):
+    dtype = torch.float16
+    x, gate = torch.randn(4, 5, 48, device=DEVICE).to(dtype), torch.randn(4, 240, device=DEVICE).to(dtype)
+    weight = torch.randn(48, device=DEVICE).to(torch.float32 if wide_weight else dtype)
+    got = run_gated(x, gate, weight, gated_rms_norm)
+    assert mostly_equal(got, run_gated(x, gate, weight, gated_rms_norm_ref))
+    assert not mostly_equal(got, run_gated(x.float(), gate.float(), weight.float(), gated_rms_norm_ref).to(dtype))
+
+
+@needs_triton
+def test_gated_norm_refuses_what_it_would_read_wrongly():
+    x, gate, weight = (torch.randn(*size, device=DEVICE).half() for size in ((2, 3, 16), (2, 48), (16,)))
+    with pytest.raises(ValueError, match="1 to 16 tokens, got 17"):
+        gated_rms_norm(x.repeat(9, 1, 1)[:17], gate, weight, gate, eps=EPS)
+    with pytest.raises(ValueError, match=r"x is \[2, 48\]; .*\[w, HV, V\]"):
+        gated_rms_norm(gate, gate, weight, gate, eps=EPS)
+    with pytest.raises(ValueError, match="x is torch.float64"):
+        gated_rms_norm(x.double(), gate, weight, gate, eps=EPS)
+    with pytest.raises(ValueError, match=r"gate is \[2, 3, 16\]"):
+        gated_rms_norm(x, x, weight, gate, eps=EPS)
+    with pytest.raises(ValueError, match="weight is .*torch.bfloat16"):
+        gated_rms_norm(x, gate, weight.bfloat16(), gate, eps=EPS)
+    with pytest.raises(ValueError, match="out is .*torch.float32"):
+        gated_rms_norm(x, gate, weight, gate.float(), eps=EPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("H", [2048, 3072, 5120])
+def test_norm_at_model_sizes(H, dtype, bound, zero_centered):
+    weight = torch.randn(H, device=DEVICE).to(dtype)
+    for w in (1, 2, 5, 16):
+        for present in (False, True):
+            residual, delta = torch.randn(w, H, device=DEVICE).to(dtype), random_delta(present, w, H, dtype)
+            got = run_add(residual, delta, weight, zero_centered, add_rms_norm)
+            exact = run_add(double(residual), double(delta), double(weight), zero_centered, add_rms_norm_ref)
+            for a, b in zip(got, exact, strict=True):
+                assert error(a, b) <= bound
+            if dtype != torch.float32:
+                want = run_add(residual, delta, weight, zero_centered, add_rms_norm_ref)
+                assert torch.equal(got[0], want[0]) and mostly_equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("HV", [32, 64])
+def test_gated_norm_at_model_sizes(HV, dtype, bound):
+    for w in (1, 2, 5, 16):
+        x, gate = torch.randn(w, HV, 128, device=DEVICE).to(dtype), torch.randn(w, HV * 128, device=DEVICE).to(dtype)
+        for weight in (torch.randn(128, device=DEVICE).to(dtype), torch.randn(128, device=DEVICE)):
+            got = run_gated(x, gate, weight, gated_rms_norm)
+            exact = run_gated(x.double(), gate.double(), weight.double(), gated_rms_norm_ref)
+            assert error(got, exact) <= bound
+            if dtype != torch.float32:
+                assert mostly_equal(got, run_gated(x, gate, weight, gated_rms_norm_ref))
