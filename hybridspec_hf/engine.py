@@ -6,31 +6,56 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.config import CostTable
-from hybridspec_generation.state import RoundState
+from hybridspec_generation.protocols import Drafter, Target
+from hybridspec_generation.state import MAX_EOS, RoundState
 
+from .drafters import kernel_drafter
 from .drafters.block import BlockDrafter, DraftContext
 from .drafters.dflash import DFlashDrafter
-from .models import SplitTarget, split_target
+from .drafters.kernel_drafter import KernelDrafter
+from .graphs.rounds import GraphedRounds
+from .models import SplitTarget, kernel_target, split_target
+from .models.kernel_target import KernelTarget
 
 CAPACITY_STEP = 256
 
 
 @dataclass
 class Buffers:
-    """Static buffers of one request: the target's cache and, with a drafter, its context."""
+    """Static buffers of one request, and what was built on their addresses for the requests to come.
+
+    Attributes:
+        cache, context, state: the target's cache, the drafter's context if there is one, the round's buffers.
+        target, drafter: who works on them in kernels; None until asked for, or where kernels cannot run.
+        rounds: captured graphs, by what they hold besides the buffers.
+        weights: addresses of the weights that all of these read.
+    """
 
     cache: TargetCache
     context: DraftContext | None
+    state: RoundState
+    target: KernelTarget | None = None
+    drafter: BlockDrafter | None = None
+    rounds: dict[Any, GraphedRounds] = field(default_factory=dict)
+    policies: dict[str, Any] = field(default_factory=dict)
+    weights: tuple[int, ...] = ()
 
     def reset(self) -> None:
         """Empty cache and context: nothing of the last request stays, finite or not."""
         self.cache.reset()
         for buffer in self.context or ():
             buffer.zero_()
+
+    def forget(self) -> None:
+        """Drop what was built on weights that are no longer where they were."""
+        for rounds in self.rounds.values():
+            rounds.close()
+        self.rounds.clear()
+        self.target = self.drafter = None
 
 
 @dataclass
@@ -40,7 +65,7 @@ class Engine:
     Attributes:
         target: the split view.
         drafter_dtype: dtype and device of the drafter's weights when the engine was built.
-        costs: the pair's latency tables by what verifies the GDN layers, once they were measured.
+        costs: the pair's latency tables by what verifies the GDN layers and how rounds are launched, once measured.
     """
 
     target: SplitTarget
@@ -49,8 +74,8 @@ class Engine:
     _idle: Buffers | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def borrow(self, drafter: DFlashDrafter | None, tokens: int, gdn_backend: str = "block") -> Buffers:
-        """Buffers for `tokens` prompt and new tokens plus a block; the last request's, if they fit and are free.
+    def borrow(self, drafter: DFlashDrafter | None, tokens: int, gdn_backend: str = "block", eos: int = 0) -> Buffers:
+        """Buffers for `tokens` prompt and new tokens plus a block, and `eos` EOS ids; the last request's, if they fit.
 
         Raises:
             RuntimeError: if the memory is not there.
@@ -60,14 +85,27 @@ class Engine:
         capacity = -(-(tokens + block) // CAPACITY_STEP) * CAPACITY_STEP
         with self._lock:
             idle, self._idle = self._idle, None
-        if idle is not None and fits(idle.cache, capacity, block, gdn_backend):
+        if idle is not None and fits(idle, capacity, block, gdn_backend, eos):
             idle.reset()
-            return idle
-        # freed before the new ones are allocated
-        del idle
+        else:
+            if idle is not None:
+                idle.forget()
+            # freed before the new ones are allocated
+            del idle
+            idle = self._allocate(drafter, capacity, block, gdn_backend, eos)
+        weights = addresses(self.target, drafter)
+        if idle.weights != weights:
+            idle.forget()
+            idle.weights = weights
+        return idle
+
+    def _allocate(
+        self, drafter: DFlashDrafter | None, capacity: int, block: int, gdn_backend: str, eos: int
+    ) -> Buffers:
         try:
             cache = TargetCache(self.target.cache_shape, capacity=capacity, block=block, gdn_backend=gdn_backend)
-            return Buffers(cache, None if drafter is None else DraftContext.allocate(drafter, capacity))
+            context = None if drafter is None else DraftContext.allocate(drafter, capacity)
+            return Buffers(cache, context, self.new_state(block, eos))
         except RuntimeError as error:
             raise RuntimeError(
                 f"HybridSpec could not allocate its static cache for {capacity} tokens (prompt, new tokens and one "
@@ -75,37 +113,81 @@ class Engine:
                 'gdn_backend="recurrent", which keeps a state for every token of a block.'
             ) from error
 
-    def bind(self, drafter: DFlashDrafter | None, buffers: Buffers) -> BlockDrafter | None:
+    def new_state(self, block: int, eos: int = 0) -> RoundState:
+        """Round buffers with room for `eos` EOS ids."""
+        target = self.target
+        with torch.inference_mode(False):
+            return RoundState(
+                block=block,
+                hidden_size=target.hidden_size,
+                top_k=target.top_k,
+                feature_size=len(target.feature_layers) * target.hidden_size,
+                dtype=target.cache_shape.dtype,
+                device=target.cache_shape.device,
+                max_eos=max(eos, MAX_EOS),
+            )
+
+    def bind(self, drafter: DFlashDrafter | None, buffers: Buffers) -> Drafter | None:
         """The drafter with the target's embedding and head, on the borrowed context."""
         if drafter is None or buffers.context is None:
             return None
-        return BlockDrafter(drafter, self.target.embed_tokens, self.target.lm_head, buffers.context)
+        target, bound = self.target, buffers.drafter
+        if bound is None or bound.embed_tokens is not target.embed_tokens or bound.lm_head is not target.lm_head:
+            reason = kernel_drafter.why_not(drafter, target.embed_tokens, target.lm_head)
+            kind = BlockDrafter if reason else KernelDrafter
+            bound = buffers.drafter = kind(drafter, target.embed_tokens, target.lm_head, buffers.context)
+        return bound
 
-    def new_state(self, anchor: Tensor, block: int, eos: list[int], remaining: int) -> RoundState:
-        """Round buffers of a request whose first token `anchor` `[1]` is out and that may emit `remaining` more."""
-        target = self.target
-        state = RoundState(
-            block=block,
-            hidden_size=target.hidden_size,
-            top_k=target.top_k,
-            feature_size=len(target.feature_layers) * target.hidden_size,
-            eos=eos,
-            dtype=target.cache_shape.dtype,
-            device=target.cache_shape.device,
-        )
-        state.anchor.copy_(anchor)
-        state.remaining.fill_(remaining)
-        return state
+    def round_target_reason(self, cache: TargetCache) -> str | None:
+        """Why the rounds on a cache cannot run in kernels; None if they can."""
+        return kernel_target.why_not(self.target, cache)
+
+    def round_target(self, buffers: Buffers) -> tuple[Target, str | None]:
+        """Who runs the rounds: the target in kernels; or its modules, and why."""
+        reason = self.round_target_reason(buffers.cache)
+        buffers.cache.clear_rejected = reason is not None
+        if reason is not None:
+            return self.target, reason
+        if buffers.target is None:
+            buffers.target = KernelTarget(self.target, buffers.cache)
+        else:
+            buffers.target.refresh(self.target)
+        return buffers.target, None
 
     def give_back(self, buffers: Buffers) -> None:
         """Keep the buffers for the next request."""
         with self._lock:
             self._idle = buffers
 
+    def close(self) -> None:
+        """Free the graphs of idle buffers."""
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.forget()
 
-def fits(cache: TargetCache, capacity: int, block: int, gdn_backend: str) -> bool:
-    """Whether the last request's cache serves one that needs this much, without holding far more."""
-    return capacity <= cache.capacity <= 2 * capacity and cache.block == block and cache.gdn.name == gdn_backend
+
+def fits(buffers: Buffers, capacity: int, block: int, gdn_backend: str, eos: int) -> bool:
+    """Whether the last request's buffers serve one that needs this much, without holding far more."""
+    cache = buffers.cache
+    return (
+        capacity <= cache.capacity <= 2 * capacity
+        and cache.block == block
+        and cache.gdn.name == gdn_backend
+        and eos <= len(buffers.state.eos)
+    )
+
+
+def addresses(target: SplitTarget, drafter: DFlashDrafter | None) -> tuple[int, ...]:
+    """Where the pair's weights are: captured graphs read them there."""
+    modules = [
+        target.embed_tokens,
+        target.lm_head,
+        target.norm,
+        *target.layers,
+        *([] if drafter is None else [drafter]),
+    ]
+    return tuple(parameter.data_ptr() for module in modules for parameter in module.parameters())
 
 
 # the engines of a model die with it: they hold its submodules, never the model itself
@@ -141,8 +223,11 @@ def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
 
 
 def release(model: nn.Module) -> None:
-    """Free the buffers and measured tables that `model`'s engines hold; the next call builds them again."""
+    """Free the buffers, graphs and measured tables that `model`'s engines hold; the next call builds them again."""
     with _engines_lock:
         engines = _engines.pop(model, None)
-    if engines is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if engines is not None:
+        for engine in engines.values():
+            engine.close()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -2,7 +2,9 @@
 
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hybridspec_generation import DecodeReport, HybridSpecConfig, decode
+from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.gdn import GDNBackend
 from hybridspec_generation.gdn.base import MAX_KERNEL_WIDTH
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
@@ -18,10 +21,14 @@ from hybridspec_generation.round import Round
 from hybridspec_kernels import MAX_TOKENS
 
 from .calibration.tables import TableSet, choose_tables, selection_tables
+from .drafters import kernel_drafter
 from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
 from .engine import Buffers, Engine, get_engine
+from .graphs.conditional import supported
+from .graphs.rounds import GraphedRounds
 from .models import SplitTarget
+from .models.kernel_target import KernelTarget
 from .prefill import prefill, prompt_length
 from .validation import as_config, check_drafter, check_options
 
@@ -69,13 +76,15 @@ def hybridspec_decoding(
     report = DecodeReport(policy="ar" if drafter is None else config.policy)
     if drafter is None and generation_config.hybridspec_config is not None:
         report.notes.append("without assistant_model, hybridspec_config has no effect except for gdn_backend")
-    buffers = engine.borrow(drafter, prompt_length(input_ids, model_kwargs) + emitter.budget, config.gdn_backend)
+    tokens = prompt_length(input_ids, model_kwargs) + emitter.budget
+    buffers = engine.borrow(drafter, tokens, config.gdn_backend, len(emitter.eos))
     note_gdn(buffers.cache.gdn, report)
     try:
         round_ = start(self, engine, buffers, drafter, prompt, emitter, report)
         if not emitter.finished:
-            policy = length_policy(plan, engine, round_, prompt, report)
-            run_rounds(replace(round_, policy=policy), emitter, report)
+            round_, graphs = choose_target(engine, buffers, drafter, round_, config.graphs, report)
+            policy = length_policy(plan, engine, buffers, round_, prompt, report, graphs != "off")
+            run_rounds(prepare_rounds(buffers, replace(round_, policy=policy), graphs, report), emitter, report)
     finally:
         engine.give_back(buffers)
     sequences = emitter.finish()
@@ -109,18 +118,76 @@ def start(
     emitter.emit(anchor.tolist())
     report.prompt_tokens, report.block = int(cache.length), cache.block
     report.prefill_seconds = time.perf_counter() - started
-    state = engine.new_state(anchor, cache.block, emitter.eos, emitter.budget - emitter.new_tokens)
-    return Round(target, bound, cache, state)
+    buffers.state.start(anchor, emitter.eos, emitter.budget - emitter.new_tokens)
+    return Round(target, bound, cache, buffers.state)
 
 
-def run_rounds(round_: Round, emitter: Emitter, report: DecodeReport) -> None:
+def run_rounds(rounds: Iterator[RoundReadout], emitter: Emitter, report: DecodeReport) -> None:
     """Decode until EOS, the output budget or a stopping criterion."""
     started = time.perf_counter()
-    for readout in decode(round_):
+    for readout in rounds:
         report.add(readout)
         if emitter.emit(readout.tokens):
             break
     report.decode_seconds = time.perf_counter() - started
+
+
+def choose_target(
+    engine: Engine, buffers: Buffers, drafter: DFlashDrafter | None, round_: Round, graphs: str, report: DecodeReport
+) -> tuple[Round, str]:
+    """The prefilled round with the target that runs rounds, in kernels or module by module; and by which graphs."""
+    target, reason = engine.round_target(buffers)
+    round_ = replace(round_, target=target)
+    on_gpu = round_.state.remaining.is_cuda
+    if not isinstance(target, KernelTarget):
+        if on_gpu or graphs in ("parent", "per-length"):
+            note(report, f"rounds run the model's modules one by one, without graphs: {reason}")
+        return round_, "off"
+    target.start_request()
+    report.launches = "kernels"
+    split = engine.target
+    if drafter is not None and (reason := kernel_drafter.why_not(drafter, split.embed_tokens, split.lm_head)):
+        note(report, f"the drafter runs in PyTorch: {reason}")
+    if graphs == "auto" and on_gpu:
+        reason = supported(round_.state.remaining.device)
+        graphs = "per-length" if reason else "parent"
+        if reason and drafter is not None:
+            note(report, f"the CPU chooses among the graphs: {reason}")
+    return round_, graphs if on_gpu else "off"
+
+
+def prepare_rounds(buffers: Buffers, round_: Round, graphs: str, report: DecodeReport) -> Iterator[RoundReadout]:
+    """The request's rounds; their graphs are captured by the first request that needs them."""
+    if graphs == "off":
+        return decode(round_)
+    state = round_.state
+    begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
+    try:
+        rounds = graphed_rounds(buffers, round_, graphs)
+    except RuntimeError as error:
+        begin()
+        note(report, f"rounds run without graphs: {error}")
+        return decode(round_)
+    begin()
+    report.launches = rounds.launches
+    return rounds.decode()
+
+
+def graphed_rounds(buffers: Buffers, round_: Round, graphs: str) -> GraphedRounds:
+    """The captured rounds of these buffers, this policy and this drafter; made if they are not there yet."""
+    policy = round_.policy
+    longest = policy.length if isinstance(policy, FixedLength) else round_.state.block
+    key = (type(policy).__name__, longest, graphs, id(round_.drafter))
+    if key not in buffers.rounds:
+        lengths = range(min(2, longest), longest + 1)
+        buffers.rounds[key] = GraphedRounds(round_, lengths, graphs)
+    return buffers.rounds[key]
+
+
+def note(report: DecodeReport, text: str) -> None:
+    """Report a fallback, and warn of it."""
+    report.notes.append(text)
+    warnings.warn(f"HybridSpec: {text}.", stacklevel=2)
 
 
 def note_gdn(gdn: GDNBackend, report: DecodeReport) -> None:
@@ -146,15 +213,22 @@ def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashD
 
 
 def length_policy(
-    plan: int | TableSet, engine: Engine, round_: Round, prompt: Prompt, report: DecodeReport
-) -> LengthPolicy:
+    plan: int | TableSet, engine: Engine, buffers: Buffers, round_: Round, prompt: Prompt, report: DecodeReport,
+    graphs: bool,
+) -> LengthPolicy:  # fmt: skip
     """The policy object of a plan; a cost table that is not given is measured here, on the prompt."""
     if isinstance(plan, int):
         return FixedLength(plan)
     # the prompt and the first token: real text to time the target on
     text = torch.cat([prompt.input_ids[0].to(round_.state.anchor), round_.state.anchor])
-    tables = selection_tables(plan, engine, round_, text, report)
+    tables = selection_tables(plan, engine, round_, text, report, graphs)
     # without a router in Layer 0 there is no boundary to correct at
-    if report.policy == "nominal" or not engine.target.top_k:
-        return NominalPolicy(tables)
-    return HybridSpecPolicy(tables)
+    kind = NominalPolicy if report.policy == "nominal" or not engine.target.top_k else HybridSpecPolicy
+    known = buffers.policies.get(kind.__name__)
+    if known is None or any(a.shape != b.shape for a, b in zip(known.tables, tables, strict=True)):
+        known = buffers.policies[kind.__name__] = kind(tables)
+    # graphs read the tables where they are
+    for mine, theirs in zip(known.tables, tables, strict=True):
+        mine.copy_(theirs)
+    policy: LengthPolicy = known
+    return policy

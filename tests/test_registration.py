@@ -149,7 +149,7 @@ def test_release_and_garbage_collection_free_the_engine():
     first = model.generate(**options)
     engine = hybridspec_hf.engine.get_engine(model, drafter)
     cache = weakref.ref(engine._idle.cache)
-    assert list(engine.costs) == ["block, PyTorch"]
+    assert list(engine.costs) == ["block, PyTorch, modules"]
     del engine
     hybridspec_hf.release(model)
     gc.collect()

@@ -15,6 +15,7 @@ from .gdn import GDN_BACKENDS
 CONFIG_NAME = "hybridspec_config.json"
 POLICIES = '"hybridspec", "nominal", "full" or "static:N" (N >= 2, e.g. "static:4")'
 ADAPTIVE_POLICIES = ("hybridspec", "nominal")
+GRAPHS = ("auto", "parent", "per-length", "off")
 
 Row = tuple[float, ...]
 Table = TypeVar("Table", bound="_Table")
@@ -175,6 +176,9 @@ class HybridSpecConfig:
         throughput: rho, tokens per second; None solves it over the acceptance table's reference rounds.
         gdn_backend: how the GDN layers verify: "block" (in parallel, compact factors), or for comparison "recurrent"
             (a state stored after every token) or "replay" (a ring of recent updates). Same tokens, another speed.
+        graphs: how rounds are launched on a GPU. "parent": one CUDA graph in which the GPU chooses the lengths;
+            "per-length": a graph a length, chosen by the CPU; "off": operation by operation. "auto" takes the first
+            that the machine can run, and the report says which.
 
     Raises:
         ValueError: for an unknown policy or a malformed table.
@@ -186,12 +190,15 @@ class HybridSpecConfig:
     cost: CostTable | None = None
     throughput: float | None = None
     gdn_backend: str = "block"
+    graphs: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.gdn_backend, str) or self.gdn_backend not in GDN_BACKENDS:
             raise ValueError(
                 f"Unknown gdn_backend {self.gdn_backend!r}. Use one of {', '.join(map(repr, GDN_BACKENDS))}."
             )
+        if self.graphs not in GRAPHS:
+            raise ValueError(f"Unknown graphs {self.graphs!r}. Use one of {', '.join(map(repr, GRAPHS))}.")
         if self.policy not in (*ADAPTIVE_POLICIES, "full"):
             self._check_static()
         if self.throughput is not None and not (_finite(self.throughput) and self.throughput > 0):

@@ -40,5 +40,10 @@ def decode(r: Round) -> Iterator[RoundReadout]:
 
 def read_round(state: RoundState) -> RoundReadout:
     """Copy the round's result to the host: the one wait of a round."""
-    finished, emitted, accepted, nominal, stage0, verify, *tokens = state.readout.tolist()
+    return parse_readout(state.readout.tolist())
+
+
+def parse_readout(numbers: list[int]) -> RoundReadout:
+    """`RoundState.readout` on the host -> what it says."""
+    finished, emitted, accepted, nominal, stage0, verify, *tokens = numbers
     return RoundReadout(tokens[:emitted], bool(finished), accepted, nominal, stage0, verify)

@@ -13,6 +13,8 @@ class DecodeReport:
     Attributes:
         policy: "ar" without a drafter, else the config's policy.
         gdn: how the GDN layers were verified: the backend, and Triton kernels or PyTorch.
+        launches: how rounds ran: "parent graph", "per-length graphs", "one graph", "kernels" (launched one by one) or
+            "modules" (the model's own, one by one).
         block: W, the longest target input (1 for "ar").
         prompt_tokens, new_tokens: sizes of the prompt and of the output, the prefill's first token included.
         emitted, accepted: tokens emitted and draft tokens accepted (before EOS or budget cut) in each round.
@@ -23,6 +25,7 @@ class DecodeReport:
 
     policy: str
     gdn: str = ""
+    launches: str = "modules"
     block: int = 1
     prompt_tokens: int = 0
     new_tokens: int = 0

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # room for a request's EOS ids; unused places hold no token's id
 MAX_EOS, NO_TOKEN = 8, -1
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hybridspec_generation import HybridSpecConfig
-from hybridspec_generation.round import Round
 
-from ..calibration.capture import open_round
-from ..calibration.latency import run_target, seconds, synchronize
+from ..calibration.latency import synchronize
 from ..engine import release
-from .decode_floors import DecodeFloors, floor_ms
+from .decode_floors import DecodeFloors
 from .decode_models import RandomPair, follow
-from .decode_report import ALL, DecodeBenchmark, Parts, Row, Stock
+from .decode_parts import time_parts
+from .decode_report import ALL, DecodeBenchmark, Row, Stock
 from .decode_script import Script, scripted
 from .decode_traces import Trace, load_acceptance
 
@@ -29,6 +27,7 @@ STOCK_TOKENS = (4, 12)
 STOCK: dict[str, dict[str, Any]] = {
     "default": {},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "experts batched_mm": {"experts": "batched_mm"},
 }
 
 
@@ -67,8 +66,9 @@ def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwid
     with tqdm(total=requests + len(STOCK) * ("stock" in plan.modes), desc="decode", unit="request") as bar:
         stock = [time_stock(pair, prompt, name, bar) for name in STOCK] if "stock" in plan.modes else []
         rows = [time_requests(pair, prompt, "ar", None, plan, bar)] if "ar" in plan.modes else []
+        # one script for all traces, because graphs are captured with it
+        script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1) if policies else None
         for trace in traces if policies else ():
-            script = Script(trace, pair.successor, pair.drafter.config.block_size - 1)
             for policy in policies:
                 warm = trace is not traces[0]
                 rows.append(time_requests(pair, prompt, policy, trace, plan, bar, script=script, warm=warm))
@@ -120,8 +120,8 @@ def time_requests(
         scope = scripted(pair.target, pair.drafter, script)
     with scope:
         for _ in range(plan.repeats + (not warm)):
-            if script is not None:
-                script.reset()
+            if script is not None and trace is not None:
+                script.load(trace)
             out = pair.target.generate(**request(prompt, plan.new_tokens), **options(pair, policy))
             right = right and torch.equal(out.sequences[0, plan.context :], wanted)
             runs.append(out.report)
@@ -146,11 +146,15 @@ def time_stock(pair: RandomPair, prompt: Tensor, name: str, bar: Any) -> Stock:
     """Milliseconds a token of transformers' own generate, as the difference of two lengths."""
     bar.set_postfix_str(f"stock {name}")
     few, many = STOCK_TOKENS
+    settings = dict(STOCK[name])
+    before = pair.target.config._experts_implementation
+    if experts := settings.pop("experts", None):
+        pair.target.set_experts_implementation(experts)
 
     def generate(new_tokens: int) -> float:
         synchronize()
         started = time.perf_counter()
-        out = pair.target.generate(**request(prompt, new_tokens), **STOCK[name])
+        out = pair.target.generate(**request(prompt, new_tokens), **settings)
         synchronize()
         if not torch.equal(out[0, prompt.shape[1] :], follow(pair.successor, prompt[0, -1:], new_tokens + 1)[1:]):
             raise RuntimeError(f"Stock generate ({name}) left the text that its weights were made for.")
@@ -158,25 +162,7 @@ def time_stock(pair: RandomPair, prompt: Tensor, name: str, bar: Any) -> Stock:
 
     generate(few)
     times = {tokens: median(generate(tokens) for _ in range(2)) for tokens in STOCK_TOKENS}
+    if experts:
+        pair.target.set_experts_implementation(before)
     bar.update()
     return Stock(name, 1e3 * (times[many] - times[few]) / (many - few))
-
-
-def time_parts(
-    pair: RandomPair, prompt: Tensor, lengths: Sequence[int], floors: DecodeFloors, bandwidth: float | None
-) -> list[Parts]:
-    """Shortest times of a draft and of the target's stages, one by one and launched from the host."""
-    r = open_round(pair.target, pair.drafter, prompt, budget=pair.drafter.config.block_size, eos=[])
-    text = follow(pair.successor, prompt[0, -1:], r.state.block + 1)[1:]
-    parts = [Parts("draft", 1e3 * draft_seconds(r, text), floor_ms(sum(floors.draft().values()), bandwidth))]
-    for w in sorted({1, *lengths}):
-        floor = floor_ms(sum(floors.verification(w).values()), bandwidth)
-        parts.append(Parts(f"verification of {w}", 1e3 * seconds(partial(run_target, r, text, w)), floor))
-    return parts
-
-
-def draft_seconds(r: Round, text: Tensor) -> float:
-    """Time of one proposal."""
-    drafter = r.drafter
-    assert drafter is not None
-    return seconds(partial(drafter.propose, text[:1], r.cache.length))

@@ -25,27 +25,40 @@ class Script:
         next_tokens: `[V, D]`, int64, the D tokens after each token.
         spoiled: `[N, D]`, int64, 1 where a round's draft token is wrong.
         confidence, entropy: `[N, D]`, fp32.
+        drafter: who plays it.
 
     Args:
         trace: at least D draft tokens wide. successor: `[V]`, int64, V even. draft_tokens: D.
     """
 
     def __init__(self, trace: Trace, successor: Tensor, draft_tokens: int) -> None:
-        if draft_tokens > trace.block - 1 or len(successor) % 2:
-            raise ValueError(
-                f"The trace {trace.name!r} has {trace.block - 1} draft tokens a round and the vocabulary "
-                f"{len(successor)} tokens; a drafter of {draft_tokens} needs as many, and an even vocabulary."
-            )
+        if len(successor) % 2:
+            raise ValueError(f"The vocabulary has {len(successor)} tokens; a script needs an even number.")
         device = successor.device
         tokens = [successor]
         for _ in range(draft_tokens - 1):
             tokens.append(successor[tokens[-1]])
         self.next_tokens = torch.stack(tokens, dim=1)
-        right = torch.arange(draft_tokens) < trace.accepted[:, None]
-        self.spoiled = (~right).long().to(device)
-        self.confidence = trace.confidence[:, :draft_tokens].contiguous().to(device)
-        self.entropy = trace.entropy[:, :draft_tokens].contiguous().to(device)
+        rows = len(trace.accepted)
+        self.spoiled = torch.zeros(rows, draft_tokens, dtype=torch.int64, device=device)
+        self.confidence = torch.zeros(rows, draft_tokens, device=device)
+        self.entropy = torch.zeros_like(self.confidence)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.drafter: ScriptedDrafter | None = None
+        self.load(trace)
+
+    def load(self, trace: Trace) -> None:
+        """Play another trace, of as many rounds, from its first row: in place, as captured graphs need it."""
+        draft_tokens = self.spoiled.shape[1]
+        if draft_tokens > trace.block - 1 or len(trace.accepted) != len(self.spoiled):
+            raise ValueError(
+                f"The trace {trace.name!r} has {len(trace.accepted)} rounds of {trace.block - 1} draft tokens; the "
+                f"script plays {len(self.spoiled)} rounds of {draft_tokens}."
+            )
+        self.spoiled.copy_((torch.arange(draft_tokens) >= trace.accepted[:, None]).long())
+        self.confidence.copy_(trace.confidence[:, :draft_tokens])
+        self.entropy.copy_(trace.entropy[:, :draft_tokens])
+        self.reset()
 
     def reset(self) -> None:
         """Play from the first row again."""
@@ -93,7 +106,12 @@ def scripted(model: Any, drafter: DFlashDrafter, script: Script) -> Iterator[Non
 
     def bind(drafter: DFlashDrafter | None, buffers: Buffers) -> Drafter | None:
         bound = Engine.bind(engine, drafter, buffers)
-        return None if bound is None else ScriptedDrafter(bound, script)
+        if bound is None:
+            return None
+        # one object for one bound drafter, because its graphs are kept with it
+        if script.drafter is None or script.drafter.inner is not bound:
+            script.drafter = ScriptedDrafter(bound, script)
+        return script.drafter
 
     # on the instance, so that no other pair's engine drafts by it
     vars(engine)["bind"] = bind

@@ -77,13 +77,14 @@ def open_round(
     """
     check_drafter(drafter, model)
     engine = get_engine(model, drafter)
-    target, buffers = engine.target, engine.borrow(drafter, input_ids.shape[1] + budget)
-    bound = engine.bind(drafter, buffers)
+    target, buffers = engine.target, engine.borrow(drafter, input_ids.shape[1] + budget, eos=len(eos))
+    # modules, whose routers can be watched
+    bound, buffers.cache.clear_rejected = engine.bind(drafter, buffers), True
     cache = DynamicCache(config=model.config.get_text_config())
     kwargs = {"cache": cache, "use_cache": True, "logits_to_keep": 1}
     anchor = prefill(model, input_ids, model.generation_config, kwargs, target, buffers.cache, bound)
-    state = engine.new_state(anchor, buffers.cache.block, eos, budget - 1)
-    return Round(target, bound, buffers.cache, state, policy or FixedLength(buffers.cache.block))
+    buffers.state.start(anchor, eos, budget - 1)
+    return Round(target, bound, buffers.cache, buffers.state, policy or FixedLength(buffers.cache.block))
 
 
 @contextmanager

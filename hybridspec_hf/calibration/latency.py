@@ -5,8 +5,9 @@ commit, so nothing of the request changes.
 """
 
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,19 +15,24 @@ import torch
 from hybridspec_generation.config import CostTable
 from hybridspec_generation.round import Round
 
-from ..models import SplitTarget
+from ..graphs.timing import graph_seconds
 
 LENGTHS = (2, 4, 8, 12, 16)
 REPEATS = 5
 MIN_COST = 1e-9
 
 
-def measure_cost(r: Round, tokens: torch.Tensor) -> CostTable:
+# seconds of each run, one after the other
+Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
+
+
+def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> CostTable:
     """Time both stages at several lengths and fit the paper's quadratic.
 
     Args:
         r: a round whose cache holds a prompt; nothing of it is committed.
         tokens: `[T]`, int64, text to verify: its last W tokens are used, repeated if T < W.
+        graphs: time CUDA graphs, because rounds run as graphs; else launches one by one.
 
     Returns:
         The pair's `CostTable`, its `source` naming hardware, versions and method.
@@ -35,9 +41,10 @@ def measure_cost(r: Round, tokens: torch.Tensor) -> CostTable:
     assert drafter is not None
     text = tokens.repeat(-(-block // len(tokens)))[-block:]
     lengths = sorted({min(w, block) for w in (*LENGTHS, block)})
-    whole = [seconds(lambda w=w: run_target(r, text, w)) for w in lengths]  # type: ignore[misc]
-    first = [seconds(lambda w=w: r.target.stage0(text[:w], r.cache, r.state.boundary)) for w in lengths]  # type: ignore[misc]
-    draft = seconds(lambda: drafter.propose(text[:1], r.cache.length))
+    timer: Timer = graph_seconds if graphs else wall_seconds
+    whole = timer([partial(run_target, r, text, w) for w in lengths])
+    first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in lengths])
+    (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length)])
 
     curve = np.polyval(np.polyfit(lengths, whole, min(2, len(lengths) - 1)), np.arange(block + 1))
     # noise must not make a longer input look cheaper
@@ -47,9 +54,9 @@ def measure_cost(r: Round, tokens: torch.Tensor) -> CostTable:
         target_cost=(0.0, 0.0, *(float(c) - fixed for c in curve)),
         fixed_cost=fixed + draft,
         stage0_token_cost=max(0.0, slope(lengths, first)),
-        expert_cost=expert_cost(r),
-        source=f"measured on {device_name(text.device)}, torch {torch.__version__}, eager, "
-        f"context {int(r.cache.length)}, shortest of {REPEATS}",
+        expert_cost=expert_cost(r, timer),
+        source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
+        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, shortest of {REPEATS}",
     )
 
 
@@ -59,9 +66,9 @@ def run_target(r: Round, text: torch.Tensor, w: int) -> None:
     r.target.next_tokens(r.target.stage1(w, r.cache, r.state.boundary, r.state.features))
 
 
-def expert_cost(r: Round) -> float:
+def expert_cost(r: Round, timer: Timer) -> float:
     """eta: slope of one MoE layer's time in its number of distinct experts, at W tokens; 0 for a dense target."""
-    target = cast("SplitTarget", r.target)
+    target: Any = r.target
     boundary, block, top_k = r.state.boundary, r.state.block, target.top_k
     if not top_k:
         return 0.0
@@ -71,13 +78,18 @@ def expert_cost(r: Round) -> float:
     for ids in (shared, (shared + offsets) % target.num_experts):
         boundary.expert_ids.copy_(ids)
         counts.append(len(ids.unique()))
-        times.append(seconds(lambda: target.resume_mlp(block, boundary)))
+        times += timer([partial(target.resume_mlp, block, boundary)])
     return max(0.0, slope(counts, times))
 
 
 def slope(x: list[int], y: list[float]) -> float:
     """Least-squares slope; 0 when there is only one x."""
     return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
+
+
+def wall_seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Wall-clock time of each run, launched operation by operation."""
+    return [seconds(run) for run in runs]
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -78,18 +78,20 @@ def _check_blocks(config: HybridSpecConfig, block: int) -> None:
 
 
 def selection_tables(
-    tables: TableSet, engine: Engine, r: Round, text: Tensor, report: DecodeReport
+    tables: TableSet, engine: Engine, r: Round, text: Tensor, report: DecodeReport, graphs: bool = False
 ) -> SelectionTables:
     """The tables on the device; the cost is measured by the pair's first request and kept with its engine.
 
     Args:
         r: a prefilled round, and text `[T]`, int64, of its prompt, to measure on.
+        graphs: whether rounds will run as graphs.
     """
     report.notes.extend(tables.notes)
     cost = tables.cost
     if cost is None:
-        cost = engine.costs.get(report.gdn) or measure_cost(r, text)
-        engine.costs[report.gdn] = cost
+        key = f"{report.gdn}, {'graphs' if graphs else report.launches}"
+        cost = engine.costs.get(key) or measure_cost(r, text, graphs=graphs)
+        engine.costs[key] = cost
         report.notes.append(f"cost: {cost.source}")
     throughput = tables.throughput or pooled_throughput(tables.acceptance, cost)
     return SelectionTables.build(tables.acceptance, cost, tables.experts, throughput, r.state.remaining.device)

@@ -17,11 +17,15 @@ from hybridspec_kernels import (
     has_kernels,
     head_draft,
     linear,
+    linear_parts,
     swiglu_linear,
 )
 
 from .block import BlockDrafter, DraftContext
 from .dflash import DFlashDrafter
+
+# at most, of a sum that the next kernel adds up
+MAX_PARTS = 8
 
 
 class KernelDrafter(BlockDrafter):
@@ -45,7 +49,9 @@ class KernelDrafter(BlockDrafter):
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.tokens = torch.full((W,), config.mask_token_id or 0, device=device)  # [W] anchor, then masks
-        self.residual, self.hidden, self.delta = (buffer(W, config.hidden_size) for _ in range(3))
+        self.residual, self.hidden = buffer(W, config.hidden_size), buffer(W, config.hidden_size)
+        # sums in parts, of whatever narrow layer ran last
+        self.parts = buffer(MAX_PARTS * W * config.hidden_size, dtype=torch.float32)
         self.inner = buffer(W, config.intermediate_size)
         self.projected = buffer(W, (self.query_heads + 2 * kv_heads) * head_dim)
         self.context_projected = buffer(W, 2 * kv_heads * head_dim)
@@ -69,9 +75,8 @@ class KernelDrafter(BlockDrafter):
         if w > self.block_size:
             super().append(features, start)
             return
-        drafter, fused, context = self.drafter, self.delta[:w], self.hidden[:w]
-        linear(features, (drafter.fc.weight,), fused, overlap=True)
-        self.norm(drafter.hidden_norm, fused, None, context)
+        drafter, context = self.drafter, self.hidden[:w]
+        self.norm(drafter.hidden_norm, None, self.summed(features, drafter.fc.weight), context)
         for i, layer in enumerate(drafter.layers):
             attention, projected = layer.self_attn, self.context_projected[:w]
             linear(context, (attention.k_proj.weight, attention.v_proj.weight), projected, overlap=True)
@@ -84,10 +89,12 @@ class KernelDrafter(BlockDrafter):
         torch.index_select(self.embed_tokens.weight, 0, self.tokens, out=residual)
         for i, layer in enumerate(self.drafter.layers):
             self.norm(layer.input_layernorm, residual, delta, hidden)
-            self.norm(layer.post_attention_layernorm, residual, self.attend(i, layer.self_attn, hidden, length), hidden)
-            mlp, delta = layer.mlp, self.delta
+            self.norm(
+                layer.post_attention_layernorm, residual, self.attend(i, layer.self_attn, hidden, length), hidden
+            )
+            mlp = layer.mlp
             swiglu_linear(hidden, mlp.gate_proj.weight, mlp.up_proj.weight, self.inner, overlap=True)
-            linear(self.inner, (mlp.down_proj.weight,), delta, overlap=True)
+            delta = self.summed(self.inner, mlp.down_proj.weight)
         self.norm(self.drafter.norm, residual, delta, hidden)
         head_draft(hidden[1:], self.lm_head.weight, *self.draft, self.head_scratch, overlap=True)
         return self.draft
@@ -103,8 +110,14 @@ class KernelDrafter(BlockDrafter):
             scale=attention.head_dim**-0.5, causal=rule.causal, window=rule.window,
             window_from_block=rule.window_from_block, overlap=True,
         )  # fmt: skip
-        linear(self.mixed, (attention.o_proj.weight,), self.delta, overlap=True)
-        return self.delta
+        return self.summed(self.mixed, attention.o_proj.weight)
+
+    def summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A narrow layer's output as parts `[P, w, N]`, which the next norm adds up."""
+        parts = linear_parts(len(weight), x.shape[1])
+        out = self.parts[: parts * len(x) * len(weight)].view(parts, len(x), len(weight))
+        linear(x, (weight,), out, overlap=True)
+        return out
 
     def prepare(self, i: int, projected: Tensor, start: Tensor, queries: Tensor | None) -> None:
         """Norm and rotation of a layer's keys (and queries), into the cache from slot `start` on."""
@@ -116,7 +129,7 @@ class KernelDrafter(BlockDrafter):
             eps=attention.k_norm.eps, overlap=True,
         )  # fmt: skip
 
-    def norm(self, module: Any, residual: Tensor, delta: Tensor | None, out: Tensor) -> None:
+    def norm(self, module: Any, residual: Tensor | None, delta: Tensor | None, out: Tensor) -> None:
         """residual += delta; out = the norm of residual."""
         add_rms_norm(residual, delta, module.weight, out, eps=module.eps, zero_centered=False, overlap=True)
 

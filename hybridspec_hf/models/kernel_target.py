@@ -26,6 +26,7 @@ from hybridspec_kernels import (
     gated_rms_norm,
     head_argmax,
     linear,
+    linear_parts,
     moe_combine_norm,
     moe_experts,
     moe_route,
@@ -36,6 +37,9 @@ from .base import SplitTarget, plain_linear
 
 # how many rotary rows are computed at once
 ROTARY_CHUNK = 32768
+
+# at most, of a sum that the next kernel adds up
+MAX_PARTS = 8
 
 # what a layer adds to the residual stream: a tensor, the outputs of the listed experts, or nothing
 Delta = Tensor | ExpertSlots | None
@@ -55,7 +59,7 @@ class KernelTarget:
     def __init__(self, split: SplitTarget, cache: TargetCache) -> None:
         self.split, self.cache = split, cache
         self.cache_shape, self.hidden_size = split.cache_shape, split.hidden_size
-        self.top_k, self.num_moe_layers = split.top_k, split.num_moe_layers
+        self.top_k, self.num_moe_layers, self.num_experts = split.top_k, split.num_moe_layers, split.num_experts
         with torch.inference_mode(False):
             self._allocate(cache)
 
@@ -66,7 +70,7 @@ class KernelTarget:
         def buffer(*size: int) -> Tensor:
             return torch.zeros(size, dtype=split.cache_shape.dtype, device=device)
 
-        self.hidden, self.delta = buffer(W, split.hidden_size), buffer(W, split.hidden_size)
+        self.hidden = buffer(W, split.hidden_size)
         self.core = buffer(W, gdn.value_heads * gdn.value_dim)
         self.chosen = torch.zeros(W, dtype=torch.int64, device=device)
         self.head_scratch = HeadScratch.allocate(W, len(split.lm_head.weight), device)
@@ -82,19 +86,25 @@ class KernelTarget:
             channels = self._rotary(positions)[0].shape[-1]
             self.cos, self.sin = buffer(capacity, channels), buffer(capacity, channels)
         if split.top_k:
-            self.logits = buffer(W, split.num_experts + 1)
             # Stage 1 takes up Layer 0's gate logits where Stage 0 left them
-            self.boundary_logits = torch.zeros_like(self.logits)
-            self.routing = Routing.allocate(W, split.top_k, self.logits.dtype, device)
+            self.boundary_logits = buffer(W, split.num_experts + 1)
+            self.routing = Routing.allocate(W, split.top_k, self.hidden.dtype, device)
             self.slots = ExpertSlots.allocate(W, split.top_k, device)
             inner = max(max(experts.down.shape[2], len(experts.shared_gate)) for experts in self._experts())
             self.act = buffer(len(self.slots.expert), MAX_TOKENS, inner)
             self.expert_outputs = buffer(len(self.slots.expert), MAX_TOKENS, split.hidden_size)
         dense = [len(layer.mlp.gate_proj.weight) for layer in split.layers if hasattr(layer.mlp, "gate_proj")]
         self.dense = buffer(W, max(dense, default=0))
+        # sums in parts, of whatever narrow layer ran last
+        self.parts = torch.zeros(MAX_PARTS * W * max(split.hidden_size, split.num_experts + 1), device=device)
 
     def _experts(self) -> list[ExpertWeights]:
         return [expert_weights(layer.mlp) for layer in self.split.layers if hasattr(layer.mlp, "experts")]
+
+    def refresh(self, split: SplitTarget) -> None:
+        """Take over what a new view of the same weights copied from them, in place."""
+        for mine, theirs in zip(self.split.gdn_params, split.gdn_params, strict=True):
+            mine.conv_weight.copy_(theirs.conv_weight)
 
     def start_request(self) -> None:
         """Take over a prefilled cache: the rotary tables for its positions."""
@@ -121,7 +131,9 @@ class KernelTarget:
         self.norm(layer.input_layernorm, residual, None, self.hidden[:u])
         self.norm(layer.post_attention_layernorm, residual, self.mix_tokens(0, self.hidden[:u]), hidden)
         if self.top_k:
-            self.route(layer.mlp, hidden, self.boundary_logits[:u], self.boundary_routing(boundary), None)
+            logits, mlp = self.boundary_logits[:u], layer.mlp
+            linear(hidden, (mlp.gate.weight, mlp.shared_expert_gate.weight), logits, overlap=True)
+            moe_route(logits, self.boundary_routing(boundary), None, overlap=True)
 
     def stage1(self, w: int, cache: TargetCache, boundary: RouterBoundary, features: Tensor | None) -> Tensor:
         """Layer 0 from its experts on, then the other layers, see `Target.stage1`; uses up the boundary's residual."""
@@ -142,9 +154,7 @@ class KernelTarget:
 
     # ---- their parts
 
-    def norm(
-        self, module: Any, residual: Tensor, delta: Delta, out: Tensor, feature: Tensor | None = None
-    ) -> None:
+    def norm(self, module: Any, residual: Tensor, delta: Delta, out: Tensor, feature: Tensor | None = None) -> None:
         """residual += delta; out = the layer norm of residual; a layer's output is also a drafter's feature."""
         options: dict[str, Any] = {"eps": module.eps, "feature": feature, "overlap": True}
         if isinstance(delta, ExpertSlots):
@@ -173,10 +183,9 @@ class KernelTarget:
         projection = GDNProjection(*self.split.projection_weights(module), rows)
         mixed_qkv, z, a, b = gdn.project(index, hidden, projection, params, overlap=True)
         out = gdn.verify_convolved(index, mixed_qkv, a, b, params, overlap=True)
-        core, delta = self.core[:w], self.delta[:w]
+        core = self.core[:w]
         gated_rms_norm(out, z, module.norm.weight, core, eps=module.norm.variance_epsilon, overlap=True)
-        linear(core, (module.out_proj.weight,), delta, overlap=True)
-        return delta
+        return self.summed(core, module.out_proj.weight)
 
     def attention(self, module: Any, index: int, hidden: Tensor) -> Tensor:
         """Joint projection, norms and rotation, attention over the visible slots, output projection."""
@@ -192,8 +201,15 @@ class KernelTarget:
             queries, keys, values, cache.length, mixed, self.attention_scratch, scale=module.scaling, gate=projected,
             overlap=True,
         )  # fmt: skip
-        linear(mixed, (module.o_proj.weight,), self.delta[:w], overlap=True)
-        return self.delta[:w]
+        return self.summed(mixed, module.o_proj.weight)
+
+    def summed(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """A narrow layer's output as parts `[P, w, N]`, which the next kernel adds up."""
+        outputs = sum(map(len, weights))
+        parts = linear_parts(outputs, x.shape[1])
+        out = self.parts[: parts * len(x) * outputs].view(parts, len(x), outputs)
+        linear(x, weights, out, overlap=True)
+        return out
 
     def resume_mlp(self, w: int, boundary: RouterBoundary) -> Delta:
         """Layer 0's MLP output for the first w boundary rows, without running its router."""
@@ -211,17 +227,12 @@ class KernelTarget:
         """A layer's MLP or MoE block on `[w, H]`."""
         w = len(hidden)
         if hasattr(module, "experts"):
-            self.route(module, hidden, self.logits[:w], self.routing, self.slots)
+            logits = self.summed(hidden, module.gate.weight, module.shared_expert_gate.weight)
+            moe_route(logits, self.routing, self.slots, overlap=True)
             return self.run_experts(module, hidden)
         inner = self.dense[:w]
         swiglu_linear(hidden, module.gate_proj.weight, module.up_proj.weight, inner, overlap=True)
-        linear(inner, (module.down_proj.weight,), self.delta[:w], overlap=True)
-        return self.delta[:w]
-
-    def route(self, module: Any, hidden: Tensor, logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> None:
-        """Router and shared expert's gate in one product, then the choice of experts."""
-        linear(hidden, (module.gate.weight, module.shared_expert_gate.weight), logits, overlap=True)
-        moe_route(logits, routing, slots, overlap=True)
+        return self.summed(inner, module.down_proj.weight)
 
     def run_experts(self, module: Any, hidden: Tensor) -> Delta:
         """Routed and shared experts of the listed slots; the norm behind them adds up each token's."""
@@ -261,7 +272,9 @@ def kernel_modules(split: SplitTarget) -> list[tuple[str, Any]]:
     for i, layer in enumerate(split.layers):
         skipped = ("conv1d", "in_proj")
         for name, module in layer.named_modules():
-            if next(module.parameters(recurse=False), None) is not None and not name.split(".")[-1].startswith(skipped):
+            if next(module.parameters(recurse=False), None) is not None and not name.split(".")[-1].startswith(
+                skipped
+            ):
                 # a GDN layer's own parameters are read by SplitTarget too
                 if module is not split.mixers[i]:
                     found.append((f"layers.{i}.{name}", module))

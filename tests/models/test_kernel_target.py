@@ -10,7 +10,7 @@ from torch import nn
 from hybridspec_generation.gdn import make_gdn
 from hybridspec_generation.policies import FixedLength
 from hybridspec_generation.round import run_round
-from hybridspec_hf.drafters.block import BlockDrafter, DraftContext
+from hybridspec_hf.drafters.block import DraftContext
 from hybridspec_hf.drafters.kernel_drafter import KernelDrafter
 from hybridspec_hf.models import split_target
 from hybridspec_hf.models.kernel_target import KernelTarget, why_not

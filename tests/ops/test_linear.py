@@ -5,7 +5,7 @@ import torch
 from gdn_blocks import DEVICE, error, poisoned
 from support.kernels import needs_triton
 
-from hybridspec_kernels.dense.linear import linear, linear_ref
+from hybridspec_kernels.dense.linear import linear, linear_parts, linear_ref
 from hybridspec_kernels.dense.swiglu import swiglu_linear, swiglu_linear_ref
 
 
@@ -20,11 +20,28 @@ def exact(ref, x, weights, N):
 
 
 @needs_triton
-@pytest.mark.parametrize("w, D, sizes", [(1, 64, (40,)), (5, 48, (33, 1)), (16, 130, (64, 7, 100)), (2, 16, (3, 5, 7, 9))])
+@pytest.mark.parametrize(
+    "w, D, sizes", [(1, 64, (40,)), (5, 48, (33, 1)), (16, 130, (64, 7, 100)), (2, 16, (3, 5, 7, 9))]
+)
 def test_linear_matches_ref(w, D, sizes):
-    x, weights, out = torch.randn(w, D, device=DEVICE), tuple(random_linear(n, D) for n in sizes), poisoned(w, sum(sizes))
+    x, weights, out = (
+        torch.randn(w, D, device=DEVICE),
+        tuple(random_linear(n, D) for n in sizes),
+        poisoned(w, sum(sizes)),
+    )
     linear(x, weights, out)
     assert error(out, exact(linear_ref, x, (tuple(t.double() for t in weights),), sum(sizes))) <= 1e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("w, D, sizes, parts", [(1, 512, (40,), 2), (5, 700, (33, 1), 4), (3, 130, (16,), 8)])
+def test_parts_add_up(w, D, sizes, parts):
+    x, weights = torch.randn(w, D, device=DEVICE), tuple(random_linear(n, D) for n in sizes)
+    out, want = poisoned(parts, w, sum(sizes)), poisoned(parts, w, sum(sizes))
+    linear(x, weights, out)
+    linear_ref(x, weights, want)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert error(out.sum(0), exact(linear_ref, x, (tuple(t.double() for t in weights),), sum(sizes))) <= 1e-6
 
 
 @needs_triton
@@ -58,6 +75,9 @@ def test_linear_at_model_sizes(D, sizes, dtype, bound):
         x, out = torch.randn(w, D, device=DEVICE).to(dtype), poisoned(w, sum(sizes), dtype=dtype)
         linear(x, weights, out, overlap=True)
         assert error(out, exact(linear_ref, x, (wide,), sum(sizes))) <= bound
+        parts = poisoned(linear_parts(sum(sizes), D), w, sum(sizes))
+        linear(x, weights, parts, overlap=True)
+        assert error(parts.sum(0), exact(linear_ref, x, (wide,), sum(sizes))) <= 1e-5
         if len(sizes) == 1:
             out = poisoned(w, sizes[0], dtype=dtype)
             swiglu_linear(x, weights[0], weights[0], out, overlap=True)

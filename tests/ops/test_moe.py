@@ -59,6 +59,19 @@ def test_route_matches_the_router(w, E, top_k, dtype):
 
 
 @needs_triton
+def test_logits_in_parts():
+    parts, whole = torch.randn(4, 5, 31, device=DEVICE), torch.randn(5, 31, device=DEVICE)
+    parts[0] = whole - parts[1:].sum(0)
+    results = []
+    for logits in (parts, parts.sum(0)):
+        routing, slots = empty_routing(5, 3, torch.float32), ExpertSlots.allocate(5, 3, parts.device)
+        moe_route(logits, routing, slots)
+        results.append((routing, slots))
+    assert torch.equal(results[0][0].ids, results[1][0].ids)
+    check_slots(results[0][1], moe_slots_ref(results[1][0].ids, results[1][0].weights, whole[:, 30]), 1e-4)
+
+
+@needs_triton
 def test_new_experts_and_ties():
     # all equal: the first experts, in order, for every token
     logits, routing = torch.zeros(4, 10, device=DEVICE), empty_routing(4, 3, torch.float32)
@@ -78,7 +91,7 @@ def test_non_finite_logits_never_leave_the_experts(bad):
     logits[2, 3:8] = bad
     slots = ExpertSlots.allocate(3, 4, logits.device)
     moe_route(logits, routing, slots)
-    assert all(len(row.unique()) == 4 and 0 <= row.min() and row.max() < 12 for row in routing.ids)
+    assert all(len(row.unique()) == 4 and row.min() >= 0 and row.max() < 12 for row in routing.ids)
     count = int(slots.count)
     assert count == len(routing.ids.unique()) and slots.expert[:count].max() < 12
     # the clean token is untouched
@@ -154,7 +167,7 @@ def test_refusals():
     routing, slots = empty_routing(2, 3, torch.float32), ExpertSlots.allocate(2, 3, torch.device(DEVICE))
     with pytest.raises(ValueError, match="1 to 16 tokens"):
         moe_route(torch.randn(17, 9, device=DEVICE), routing, slots)
-    with pytest.raises(ValueError, match=r"routing.weights is .*float16"):
+    with pytest.raises(ValueError, match=r"logits is .*float32.*float16"):
         moe_route(torch.randn(2, 9, device=DEVICE), routing._replace(weights=routing.weights.half()), slots)
     with pytest.raises(ValueError, match="room for 4 experts, 2 tokens need 7"):
         moe_route(torch.randn(2, 9, device=DEVICE), routing, ExpertSlots.allocate(1, 3, torch.device(DEVICE)))
@@ -174,7 +187,9 @@ def test_refusals():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 6e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("E, top_k, D, I, IS", [(256, 8, 2048, 512, 512), (512, 10, 2048, 512, 512), (256, 8, 3072, 1024, 1024)])
+@pytest.mark.parametrize(
+    "E, top_k, D, I, IS", [(256, 8, 2048, 512, 512), (512, 10, 2048, 512, 512), (256, 8, 3072, 1024, 1024)]
+)
 def test_block_at_model_sizes(E, top_k, D, I, IS, dtype, bound):
     weights = random_weights(E, D, I, IS, dtype)
     for w in (1, 2, 5, 16):

@@ -110,7 +110,10 @@ def test_every_backend_has_its_own_cost_curve():
     for backend in GDN_BACKENDS:
         generate(model, drafter, ids, 4, gdn_backend=backend)
     costs = get_engine(model, drafter).costs
-    assert list(costs) == [f"{name}, PyTorch" for name in GDN_BACKENDS] and len(set(map(id, costs.values()))) == 3
+    assert (
+        list(costs) == [f"{name}, PyTorch, modules" for name in GDN_BACKENDS]
+        and len(set(map(id, costs.values()))) == 3
+    )
 
 
 @needs_triton

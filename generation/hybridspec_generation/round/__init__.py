@@ -37,4 +37,4 @@ def verify(r: Round, w: int) -> None:
     commit(r, w)
 
 
-__all__ = ["Round", "eager_switch", "run_round"]
+__all__ = ["Round", "eager_switch", "run_round", "verify"]

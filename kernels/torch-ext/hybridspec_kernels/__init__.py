@@ -10,7 +10,7 @@ from .attention.verify import AttentionScratch, attention_splits, attention_veri
 from .checks import INPUT_DTYPES, MAX_TOKENS
 from .conv.commit import conv_commit, conv_commit_ref
 from .conv.verify import conv_verify, conv_verify_ref
-from .dense.linear import linear, linear_ref
+from .dense.linear import linear, linear_parts, linear_ref
 from .dense.swiglu import swiglu_linear, swiglu_linear_ref
 from .gdn.commit import gdn_commit, gdn_commit_ref
 from .gdn.project import GDNProjection, gdn_project, gdn_project_ref
@@ -30,7 +30,7 @@ from .norm.gated_rms import gated_rms_norm, gated_rms_norm_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
 from .selection.correct import correct_length_ref, new_experts_ref
 from .selection.select import select_length_ref
-from .triton_support import has_kernels
+from .triton_support import compile_only, has_kernels
 
 __all__ = [
     "INPUT_DTYPES",
@@ -49,6 +49,7 @@ __all__ = [
     "attention_splits",
     "attention_verify",
     "attention_verify_ref",
+    "compile_only",
     "conditional_acceptance_ref",
     "conv_commit",
     "conv_commit_ref",
@@ -78,6 +79,7 @@ __all__ = [
     "head_draft",
     "head_draft_ref",
     "linear",
+    "linear_parts",
     "linear_ref",
     "moe_combine_norm",
     "moe_combine_norm_ref",

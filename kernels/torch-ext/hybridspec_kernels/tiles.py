@@ -166,16 +166,3 @@ def swiglu(gate, up, DTYPE: tl.constexpr):
     """`silu(gate) * up` of fp32 sums, each step rounded to DTYPE as separate PyTorch operations round it."""
     active = silu(gate.to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
     return (active * up.to(DTYPE).to(tl.float32)).to(DTYPE)
-
-
-@jit
-def prefetch_rows(rows, mask, COLUMNS: tl.constexpr):
-    """Bring the first COLUMNS elements behind each row pointer into the L2 cache, while a predecessor still runs."""
-    if not _INTERPRETED:
-        LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
-        if COLUMNS >= LINE:
-            lines = tl.where(mask[:, None], rows[:, None].to(tl.int64), 0) + (tl.arange(0, COLUMNS // LINE) * 128)[None, :]
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.gt.s64 p, $1, 4096; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-                "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip

@@ -1,7 +1,9 @@
 """Triton where it is installed: one import for every kernel file, and what a launch may use on a device."""
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -102,6 +104,26 @@ def await_previous(USE_PDL: tl.constexpr):
     """Wait until everything that the previous kernels of the stream wrote is visible."""
     if USE_PDL:
         gdc_wait()
+
+
+@contextmanager
+def compile_only(executor: Executor) -> Iterator[None]:
+    """Within the block, this thread's launches run nothing: their kernels are compiled by the executor instead.
+
+    At the block's end all are compiled. Launches of other threads are as ever.
+    """
+    kernel = triton.runtime.jit.JITFunction
+    run, thread = kernel.run, threading.get_ident()
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **kwargs)
+
+    kernel.run = warm_up
+    try:
+        with triton.AsyncCompileMode(executor):
+            yield
+    finally:
+        kernel.run = run
 
 
 if INTERPRETED:

@@ -2,12 +2,11 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
-from ..tiles import dot_precision, input_dot, prefetch_rows, swiglu
+from ..tiles import dot_precision, input_dot, swiglu
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 
 
@@ -27,8 +26,6 @@ def _swiglu_linear_kernel(
     m_n, m_t = o_n < N, o_t < W
     o_w = o_n.to(tl.int64)[:, None] * D + o_d[None, :]
     p_x = x + o_t[:, None] * D + o_d[None, :]
-    prefetch_rows(gate + o_n.to(tl.int64) * D, m_n, BD)
-    prefetch_rows(up + o_n.to(tl.int64) * D, m_n, BD)
     start_next(USE_PDL)
     await_previous(USE_PDL)
     b_g, b_u = tl.zeros((16, BN), tl.float32), tl.zeros((16, BN), tl.float32)

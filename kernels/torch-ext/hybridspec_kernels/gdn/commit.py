@@ -22,13 +22,13 @@ def gdn_commit_ref(
         state: `[L, HV, V, K]`, fp32 (or fp64), the states at the start of the round.
         factors: z `[L, W, HV, V]`, k `[L, W, H, K]`, g `[L, W, HV]`; rows from `num_committed` on are ignored,
             whatever they hold.
-        num_committed: `[1]`, integer, on the state's device, 1..W. Never read by the host.
+        num_committed: `[1]`, integer, on the state's device, 0..W. Never read by the host.
         conv_rows: `[L, taps-1+W, C]` or None, the windows and the convolution inputs of the round's tokens; see
             `conv_commit_ref`. taps: width of the convolution.
     """
     z, k, g = factors
     kept = torch.arange(z.shape[1], device=z.device) < num_committed
-    g_m = g.index_select(1, num_committed.long() - 1)
+    g_m = torch.where(num_committed > 0, g.index_select(1, (num_committed.long() - 1).clamp_min(0)), 0.0)
     # where, not a product: ignored rows may hold NaN
     weight = torch.where(kept[None, :, None], g_m - g, float("-inf")).exp()
     z = torch.where(kept[None, :, None, None], z, 0.0) * weight[..., None]
@@ -58,7 +58,7 @@ def _gdn_commit_kernel(
         # masked loads: rejected rows may hold anything
         m_t = o_t < m
         p_g = g + i_l * (W * HV) + i_hv
-        g_m = tl.load(p_g + (m - 1) * HV)
+        g_m = tl.load(p_g + (m - 1) * HV, mask=m > 0, other=0.0)
         g_t = tl.load(p_g + o_t * HV, mask=m_t, other=0.0)
         p_k = k + i_l * (W * H * K) + i_h * K
         b_k = tl.load(p_k + o_t[:, None] * (H * K) + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0)

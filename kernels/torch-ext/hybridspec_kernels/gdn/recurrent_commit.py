@@ -12,7 +12,8 @@ BLOCK = 1024
 
 def gdn_recurrent_commit_ref(state: Tensor, token_states: Tensor, num_committed: Tensor) -> None:
     """Arguments of `gdn_recurrent_commit`, which describes them."""
-    state.copy_(token_states.index_select(1, num_committed.long() - 1)[:, 0])
+    last = token_states.index_select(1, (num_committed.long() - 1).clamp_min(0))[:, 0]
+    state.copy_(torch.where(num_committed > 0, last, state))
 
 
 @jit
@@ -24,8 +25,9 @@ def _gdn_recurrent_commit_kernel(
     m_n = o_n < N
     await_previous(USE_PDL)
     m = tl.load(num_committed)
-    b_s = tl.load(token_states + (i_l * W + m - 1) * N + o_n, mask=m_n)
-    tl.store(state + i_l * N + o_n, b_s, mask=m_n)
+    if m > 0:
+        b_s = tl.load(token_states + (i_l * W + m - 1) * N + o_n, mask=m_n)
+        tl.store(state + i_l * N + o_n, b_s, mask=m_n)
 
 
 @launcher

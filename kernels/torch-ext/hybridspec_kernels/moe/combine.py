@@ -24,28 +24,29 @@ def moe_combine_norm_ref(
 
     Args:
         residual: `[w, H]`, becomes the new residual stream.
-        outputs: `[S, 16, H]`, see `moe_experts`: rows whose weight is 0 are not read.
+        outputs: `[S, 16, H]`, see `moe_experts`; a token reads its experts' rows only.
         slots: of the w tokens. weight: `[H]`. out: `[w, H]`, written. eps, feature: see `add_rms_norm_ref`.
     """
     w, count = len(residual), int(slots.count)
     rows = torch.arange(w, device=residual.device)
 
-    def chosen(slot: Tensor) -> Tensor:
-        used = slots.weight[slot, rows] != 0
-        return torch.where(used[:, None], outputs[slot, rows], 0.0)
-
     wide = torch.promote_types(residual.dtype, torch.float32)
-    routed = sum(chosen(slot).to(wide) for slot in slots.of_pair[:w].long().unbind(1))
+    routed = sum(outputs[slot, rows].to(wide) for slot in slots.of_pair[:w].long().unbind(1))
     assert isinstance(routed, Tensor)
-    shared = chosen(torch.full_like(rows, count))
     add_rms_norm_ref(
-        residual, routed.to(residual.dtype) + shared, weight, out, eps=eps, zero_centered=True, feature=feature
+        residual,
+        routed.to(residual.dtype) + outputs[count, :w],
+        weight,
+        out,
+        eps=eps,
+        zero_centered=True,
+        feature=feature,
     )
 
 
 @jit
 def _moe_combine_norm_kernel(
-    residual, outputs, slot_weight, slot_count, pair_slot, weight, out, feature, feature_stride, eps,
+    residual, outputs, slot_count, pair_slot, weight, out, feature, feature_stride, eps,
     H: tl.constexpr, BH: tl.constexpr, TOPK: tl.constexpr, HAS_FEATURE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
@@ -54,11 +55,12 @@ def _moe_combine_norm_kernel(
     b_w = tl.load(weight + o_h, mask=m_h, other=0.0)
     await_previous(USE_PDL)
     b_r = tl.load(residual + o_row, mask=m_h, other=0.0)
-    shared = chosen_row(outputs, slot_weight, tl.load(slot_count), i_t, o_h, m_h, H)
+    p_o = outputs + i_t * H + o_h
+    shared = tl.load(p_o + tl.load(slot_count).to(tl.int64) * (16 * H), mask=m_h, other=0.0)
     acc = tl.zeros((BH,), tl.float32)
     for i in tl.static_range(TOPK):
-        slot = tl.load(pair_slot + i_t * TOPK + i)
-        acc += chosen_row(outputs, slot_weight, slot, i_t, o_h, m_h, H).to(tl.float32)
+        slot = tl.load(pair_slot + i_t * TOPK + i).to(tl.int64)
+        acc += tl.load(p_o + slot * (16 * H), mask=m_h, other=0.0).to(tl.float32)
     start_next(USE_PDL)
     b_d = (acc.to(b_r.dtype).to(tl.float32) + shared.to(tl.float32)).to(b_r.dtype)
     b_r = (b_r.to(tl.float32) + b_d.to(tl.float32)).to(b_r.dtype)
@@ -66,14 +68,6 @@ def _moe_combine_norm_kernel(
     if HAS_FEATURE:
         tl.store(feature + i_t * feature_stride + o_h, b_r, mask=m_h)
     tl.store(out + o_row, rms_norm(b_r, b_w, H, eps, True), mask=m_h)
-
-
-@jit
-def chosen_row(outputs, slot_weight, slot, i_t, o_h, m_h, H: tl.constexpr):
-    """A slot's output for a token; 0 where the slot counts for nothing, because nothing was written then."""
-    # as a vector, because the interpreter cannot join a scalar to a mask
-    share = tl.load(slot_weight + slot * 16 + i_t) + 0.0 * o_h
-    return tl.load(outputs + (slot.to(tl.int64) * 16 + i_t) * H + o_h, mask=m_h & (share != 0.0), other=0.0)
 
 
 @launcher
@@ -102,7 +96,7 @@ def moe_combine_norm(
     (w, H), top_k = residual.shape, slots.of_pair.shape[1]
     block = triton.next_power_of_2(H)
     _moe_combine_norm_kernel[(w,)](
-        residual, outputs, slots.weight, slots.count, slots.of_pair, weight, out,
+        residual, outputs, slots.count, slots.of_pair, weight, out,
         residual if feature is None else feature, H if feature is None else feature.stride(0), eps,
         H=H, BH=block, TOPK=top_k, HAS_FEATURE=feature is not None, num_warps=norm_warps(block),
         **launch_options(residual.device, overlap),
@@ -119,10 +113,9 @@ def check_combine(
             f"residual is {list(residual.shape)}; the kernel takes [w, H] with 1 to {MAX_TOKENS} tokens and at most "
             f"{MAX_SIZE} columns."
         )
-    (w, H), dtype, size = residual.shape, residual.dtype, len(slots.expert)
+    (w, H), dtype = residual.shape, residual.dtype
     check_tensor("residual", residual, (w, H))
     check_tensor("outputs", outputs, (len(outputs), MAX_TOKENS, H), dtype)
-    check_tensor("slots.weight", slots.weight, (size, MAX_TOKENS), torch.float32)
     check_tensor("slots.count", slots.count, (1,), torch.int32)
     check_tensor("slots.of_pair", slots.of_pair, (len(slots.of_pair), slots.of_pair.shape[1]), torch.int32)
     if len(slots.of_pair) < w:

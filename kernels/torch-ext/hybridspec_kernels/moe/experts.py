@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
 from ..tiles import dot_precision, input_dot, swiglu, within
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
-from .route import ExpertSlots
+from .route import NOT_CHOSEN, ExpertSlots
 
 
 class ExpertWeights(NamedTuple):
@@ -37,8 +37,9 @@ def moe_experts_ref(hidden: Tensor, slots: ExpertSlots, weights: ExpertWeights, 
             gate, up = weights.gate_up[slots.expert[slot]].chunk(2)
             down = weights.down[slots.expert[slot]]
         share = slots.weight[slot, : len(hidden)]
+        chosen = share != NOT_CHOSEN
         y = F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down) * share[:, None].to(hidden.dtype)
-        outputs[slot, : len(hidden)][share != 0] = y[share != 0]
+        outputs[slot, : len(hidden)][chosen] = y[chosen]
 
 
 @partial(jit, do_not_specialize=["W"])
@@ -89,7 +90,7 @@ def _moe_down_kernel(
         if i_s < count:
             weight, size = down + tl.load(slot_expert + i_s).to(tl.int64) * (D * I), I
         share = tl.load(slot_weight + i_s * 16 + o_t)
-        m_t = (o_t < W) & (share != 0.0)
+        m_t = (o_t < W) & (share != -1.0)
         p_a = act + i_s * (16 * IA) + o_t[:, None] * IA + o_i[None, :]
         p_w = weight + o_n[:, None] * size + o_i[None, :]
         acc = tl.zeros((16, BN), tl.float32)

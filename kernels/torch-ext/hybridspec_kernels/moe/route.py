@@ -11,6 +11,8 @@ from ..selection.correct import new_experts_ref
 from ..triton_support import await_previous, jit, launch_options, launcher, loop_bound, start_next, tl, triton
 
 MAX_EXPERTS = 4096
+# a weight that no softmax gives
+NOT_CHOSEN = -1.0
 
 
 class Routing(NamedTuple):
@@ -43,7 +45,7 @@ class ExpertSlots(NamedTuple):
 
     Attributes:
         expert: `[S]`, int32, S > w * topk: experts in ascending order, then garbage.
-        weight: `[S, 16]`, fp32: what the slot's output counts for in each token, 0 if the token did not choose it.
+        weight: `[S, 16]`, fp32: what the slot's output counts for in each token, -1 if the token did not choose it.
         count: `[1]`, int32, distinct experts.
         of_pair: `[w, topk]`, int32, the slot of each token's experts.
     """
@@ -76,9 +78,10 @@ def moe_route_ref(logits: Tensor, top_k: int) -> Routing:
 def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSlots:
     """The slots of tokens with experts `ids` `[w, topk]`, their weights, and shared-expert gate logits `[w]`."""
     experts, of_pair = ids.unique(return_inverse=True)
-    weight = torch.zeros(len(experts) + 1, MAX_TOKENS, dtype=weights.dtype, device=ids.device)
+    weight = torch.full((len(experts) + 1, MAX_TOKENS), NOT_CHOSEN, dtype=weights.dtype, device=ids.device)
     for slot, expert in enumerate(experts):
-        weight[slot, : len(ids)] = (weights * (ids == expert)).sum(-1)
+        chosen = (ids == expert).any(-1)
+        weight[slot, : len(ids)][chosen] = (weights * (ids == expert)).sum(-1)[chosen]
     weight[len(experts), : len(ids)] = torch.sigmoid(shared_gate)
     count = torch.tensor([len(experts)], dtype=torch.int32, device=ids.device)
     return ExpertSlots(experts.to(torch.int32), weight, count, of_pair.to(torch.int32))
@@ -87,7 +90,7 @@ def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSl
 @partial(jit, do_not_specialize=["W"])
 def _moe_route_kernel(
     logits, ids, weights, new, slot_expert, slot_weight, slot_count, pair_slot, arrived, W,
-    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
     ROUTE: tl.constexpr, LIST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """ROUTE: a program a token chooses its experts, and the last one to finish goes on: to the slots, or to `new`."""
@@ -96,23 +99,38 @@ def _moe_route_kernel(
     await_previous(USE_PDL)
     last = True
     if ROUTE:
-        choose_experts(logits, ids, weights, tl.program_id(0), o_e, E, TOPK)
-        last = tl.atomic_add(arrived, 1, sem="acq_rel") == W - 1
+        choose_experts(logits, ids, weights, tl.program_id(0), W, o_e, E, TOPK, PARTS)
+        # what all threads stored is there before one of them says so
+        tl.debug_barrier()
+        if W > 1:
+            last = tl.atomic_add(arrived, 1, sem="acq_rel") == W - 1
     if last:
         if ROUTE:
             tl.store(arrived, 0)
         if LIST:
             list_experts(
-                logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, TOPK, PAIRS, EP
-            )
+                logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, TOPK, PAIRS, EP,
+                PARTS,
+            )  # fmt: skip
         else:
             count_new(ids, new, W, TOPK, PAIRS)
 
 
 @jit
-def choose_experts(logits, ids, weights, i_t, o_e, E: tl.constexpr, TOPK: tl.constexpr):
+def load_logits(logits, offsets, mask, W, E: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The sum of a logit's parts, rounded to the model's dtype."""
+    b_x = tl.load(logits + offsets, mask=mask, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        b_x += tl.load(logits + i * W * (E + 1) + offsets, mask=mask, other=0.0)
+    return b_x.to(DTYPE)
+
+
+@jit
+def choose_experts(
+    logits, ids, weights, i_t, W, o_e, E: tl.constexpr, TOPK: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """Top-k of one token's logits; the softmax over all experts cancels in the renormalisation."""
-    b_x = tl.load(logits + i_t * (E + 1) + o_e, mask=o_e < E, other=0.0)
+    b_x = load_logits(logits, i_t * (E + 1) + o_e, o_e < E, W, E, PARTS, weights.dtype.element_ty)
     key, none = ranked(b_x, o_e)
     key = tl.where(o_e < E, key, none)
     best = tl.max(key, 0)
@@ -144,7 +162,7 @@ def count_new(ids, new, W, TOPK: tl.constexpr, PAIRS: tl.constexpr):
 @jit
 def list_experts(
     logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e,
-    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The distinct experts of all tokens in ascending order, and what each counts for in each token."""
     o_t, o_p = tl.arange(0, 16), tl.arange(0, 16 * PAIRS)
@@ -152,16 +170,16 @@ def list_experts(
     m_p = (t_p < W) & (i_p < TOPK)
     expert = tl.load(ids + t_p * TOPK + i_p, mask=m_p, other=0).to(tl.int32)
     weight = tl.load(weights + t_p * TOPK + i_p, mask=m_p, other=0.0).to(tl.float32)
-    shared = tl.load(logits + o_t * (E + 1) + E, mask=o_t < W, other=0.0)
+    shared = load_logits(logits, o_t * (E + 1) + E, o_t < W, W, E, PARTS, weights.dtype.element_ty)
     shared = tl.sigmoid(shared.to(tl.float32)).to(shared.dtype).to(tl.float32)
     present = (tl.histogram(expert, EP, mask=m_p) > 0).to(tl.int32)
     slot, count = tl.cumsum(present, 0) - 1, tl.sum(present, 0)
     tl.store(slot_expert + slot, o_e, mask=present > 0)
     tl.store(slot_count, count)
     for i_s in range(0, loop_bound(count), 16):
-        tl.store(slot_weight + (i_s + o_t)[:, None] * 16 + o_t[None, :], 0.0, mask=(i_s + o_t < count)[:, None])
-    tl.store(slot_weight + count * 16 + o_t, tl.where(o_t < W, shared, 0.0))
-    # the zeros are there before some are overwritten
+        tl.store(slot_weight + (i_s + o_t)[:, None] * 16 + o_t[None, :], -1.0, mask=(i_s + o_t < count)[:, None])
+    tl.store(slot_weight + count * 16 + o_t, tl.where(o_t < W, shared, -1.0))
+    # all rows are filled before some are overwritten
     tl.debug_barrier()
     slot = tl.gather(slot, expert, 0)
     tl.store(pair_slot + t_p * TOPK + i_p, slot, mask=m_p)
@@ -199,7 +217,8 @@ def moe_route(
     """Route w tokens and list their distinct experts, in one launch.
 
     Args:
-        logits: `[w, E + 1]`, the router's logits, then the shared expert's gate logit.
+        logits: `[w, E + 1]`, model dtype, or `[P, w, E + 1]`, fp32 parts whose sum is rounded to it: the router's
+            logits, then the shared expert's gate logit.
         routing: written; with `choose=False` read instead: its first w rows say which experts the tokens chose.
         slots: written; None leaves the list for later, and `routing.new` is written instead.
         choose: whether to choose experts by the logits. The router of Layer 0 runs once, in Stage 0; Stage 1 lists the
@@ -211,32 +230,35 @@ def moe_route(
             without it.
     """
     check_route(logits, routing, slots)
-    (w, columns), top_k = logits.shape, routing.ids.shape[1]
+    (w, columns), top_k = logits.shape[-2:], routing.ids.shape[1]
     # without slots nothing is written there; the kernel still takes pointers
     listed = (routing.new, routing.weights, routing.new, routing.new) if slots is None else slots
     experts = max(16, triton.next_power_of_2(columns - 1))
     _moe_route_kernel[(w if choose else 1,)](
         logits, routing.ids, routing.weights, routing.new, *listed, routing.arrived, w,
         E=columns - 1, TOPK=top_k, EP=experts,
-        PAIRS=triton.next_power_of_2(top_k), ROUTE=choose, LIST=slots is not None,
+        PAIRS=triton.next_power_of_2(top_k), PARTS=len(logits) if logits.ndim == 3 else 1, ROUTE=choose, LIST=slots is not None,
         num_warps=max(1, experts // 256), **launch_options(logits.device, overlap),
     )  # fmt: skip
 
 
 def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> None:
     """Raise ValueError for inputs that the kernel would read wrongly."""
-    check_input_dtype("logits", logits)
-    if logits.ndim != 2 or not 1 <= len(logits) <= MAX_TOKENS or not 2 <= logits.shape[1] <= MAX_EXPERTS + 1:
+    check_input_dtype("routing.weights", routing.weights)
+    if not (
+        logits.ndim in (2, 3) and 1 <= logits.shape[-2] <= MAX_TOKENS and 2 <= logits.shape[-1] <= MAX_EXPERTS + 1
+    ):
         raise ValueError(
             f"logits is {list(logits.shape)}; the kernel takes [w, E + 1], 1 to {MAX_TOKENS} tokens and at most "
             f"{MAX_EXPERTS} experts."
         )
-    (w, columns), (rows, top_k) = logits.shape, routing.ids.shape
+    (w, columns), (rows, top_k) = logits.shape[-2:], routing.ids.shape
     if rows < w or not 1 <= top_k < columns:
         raise ValueError(f"routing.ids is {[rows, top_k]} for {w} tokens and {columns - 1} experts. Pass w rows.")
-    check_tensor("logits", logits, (w, columns))
+    parts = logits.ndim == 3
+    check_tensor("logits", logits, logits.shape, torch.float32 if parts else routing.weights.dtype)
     check_tensor("routing.ids", routing.ids, (rows, top_k), torch.int64)
-    check_tensor("routing.weights", routing.weights, (rows, top_k), logits.dtype)
+    check_tensor("routing.weights", routing.weights, (rows, top_k))
     check_tensor("routing.new", routing.new, (rows,), torch.int32)
     check_tensor("routing.arrived", routing.arrived, (1,), torch.int32)
     if slots is not None:

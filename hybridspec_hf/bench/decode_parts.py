@@ -1,0 +1,95 @@
+"""A pair's round, part by part: how long each takes alone, beside the time of its bytes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hybridspec_generation.round import Round
+from hybridspec_generation.round.acceptance import accept
+from hybridspec_generation.round.commit import commit
+
+from ..calibration.capture import open_round
+from ..calibration.latency import run_target, wall_seconds
+from ..engine import get_engine
+from ..graphs.timing import graph_seconds
+from ..models.kernel_target import KernelTarget
+from .decode_floors import DecodeFloors, floor_ms
+from .decode_models import RandomPair, follow
+from .decode_report import Parts
+
+
+class Work(NamedTuple):
+    """What is timed: its name, what runs, and the bytes that it must move (None: not counted)."""
+
+    part: str
+    run: Callable[[], Any]
+    bytes: float | None
+
+
+def time_parts(
+    pair: RandomPair, prompt: Tensor, lengths: Sequence[int], floors: DecodeFloors, bandwidth: float | None
+) -> list[Parts]:
+    """Shortest times of a draft and of the target's stages; where kernels run, as graphs, and by kind of layer too."""
+    block = pair.drafter.config.block_size
+    r = open_round(pair.target, pair.drafter, prompt, budget=block, eos=[])
+    text = follow(pair.successor, prompt[0, -1:], block + 1)[1:]
+    target = kernel_target(pair, r)
+    timer = wall_seconds if target is None else graph_seconds
+    r = r if target is None else replace(r, target=target)
+    assert r.drafter is not None
+    # nothing is emitted: commits move nothing
+    r.state.remaining.zero_()
+    work = [Work("draft", partial(r.drafter.propose, text[:1], r.cache.length), sum(floors.draft().values()))]
+    for w in sorted({1, *lengths}):
+        moved = floors.verification(w)
+        work.append(Work(f"verification of {w}", partial(run_target, r, text, w), sum(moved.values())))
+        if target is not None:
+            work += [part._replace(part=f"  {w}: {part.part}") for part in kinds(target, r, w, moved)]
+    times = timer([part.run for part in work])
+    return [
+        Parts(part.part, 1e3 * seconds, None if part.bytes is None else floor_ms(part.bytes, bandwidth))
+        for part, seconds in zip(work, times, strict=True)
+    ]
+
+
+def kernel_target(pair: RandomPair, r: Round) -> KernelTarget | None:
+    """The target in kernels on the round's cache, if it can run so."""
+    engine = get_engine(pair.target, pair.drafter)
+    if not r.state.remaining.is_cuda or engine.round_target_reason(r.cache):
+        return None
+    target = KernelTarget(engine.target, r.cache)
+    target.start_request()
+    return target
+
+
+def kinds(target: KernelTarget, r: Round, w: int, moved: dict[str, float]) -> list[Work]:
+    """Layers of one kind behind each other, without the norms between them; then head, acceptance and commit."""
+    split, hidden = target.split, target.hidden[:w]
+    layers = range(len(split.layers))
+
+    def mixers(kind: str) -> None:
+        for i in layers:
+            if split.layer_types[i] == kind:
+                target.mix_tokens(i, hidden)
+
+    def mlps() -> None:
+        for i in layers:
+            target.mlp(split.layers[i].mlp, hidden)
+
+    def end() -> None:
+        accept(r, w)
+        commit(r, w)
+
+    def size(*parts: str) -> float:
+        return sum(moved.get(part, 0.0) for part in parts)
+
+    return [
+        Work("GDN", partial(mixers, "linear_attention"), size("gdn", "states")),
+        Work("attention", partial(mixers, "full_attention"), size("attention", "kv")),
+        Work("MoE" if target.top_k else "MLP", mlps, size("experts", "shared_experts", "router", "mlp")),
+        Work("head", partial(target.next_tokens, hidden), size("head")),
+        Work("acceptance and commit", end, None),
+    ]

@@ -1,0 +1,167 @@
+"""Rounds as CUDA graphs against plain generate and against rounds launched one by one: tokens, caches, memory."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
+
+import hybridspec_hf
+from hybridspec_hf.engine import get_engine
+from hybridspec_hf.graphs.rounds import GraphedRounds
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def no_tf32():
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def pair(family="qwen3_5_moe"):
+    model = tiny_target(family, gain=1.0).to("cuda")
+    return model, tiny_drafter(model, gain=1.0).to("cuda")
+
+
+def generate(model, drafter, ids, new_tokens, **config):
+    options = {"generation_mode": "hybridspec", "return_dict_in_generate": True, "do_sample": False}
+    if config:
+        options["hybridspec_config"] = hybridspec_hf.HybridSpecConfig(**config)
+    return model.generate(input_ids=ids, assistant_model=drafter, max_new_tokens=new_tokens, **options)
+
+
+def plain(model, ids, new_tokens):
+    return model.generate(input_ids=ids, do_sample=False, max_new_tokens=new_tokens)
+
+
+LAUNCHES = {"parent": "parent graph", "per-length": "per-length graphs", "off": "kernels"}
+
+
+@pytest.mark.parametrize("graphs", LAUNCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_launch_gives_the_targets_tokens(family, graphs):
+    model, drafter = pair(family)
+    for n in (1, 2, 3, 7, 40):
+        ids = torch.randint(1, 90, (1, n), device="cuda")
+        want = plain(model, ids, 30)
+        for policy in ("full", "static:5", "hybridspec", "nominal"):
+            out = generate(model, drafter, ids, 30, policy=policy, graphs=graphs)
+            assert torch.equal(out.sequences, want), (n, policy)
+            assert out.report.launches == LAUNCHES[graphs], out.report.notes
+        out = generate(model, None, ids, 30, graphs=graphs)
+        assert torch.equal(out.sequences, want)
+        assert out.report.launches == ("kernels" if graphs == "off" else "one graph")
+
+
+def test_caches_of_a_graph_are_those_of_single_launches():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 9), device="cuda")
+    held = []
+    for graphs in ("parent", "off"):
+        hybridspec_hf.release(model)
+        out = generate(model, drafter, ids, 50, policy="full", graphs=graphs)
+        buffers = get_engine(model, drafter)._idle
+        # the graph has run one round behind the end, which commits nothing
+        n = int(buffers.cache.length)
+        assert n == ids.shape[1] + 50 - 1
+        caches = (buffers.cache.keys[:, :, :n], buffers.cache.values[:, :, :n], buffers.cache.gdn.states(),
+                  buffers.cache.gdn.windows(), *(t[..., :n, :] for t in buffers.context))  # fmt: skip
+        held.append(([t.clone() for t in caches], out.report.emitted))
+    assert held[0][1] == held[1][1]
+    for a, b in zip(held[0][0], held[1][0], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_requests_of_mixed_lengths_on_the_same_graphs():
+    model, drafter = pair()
+    captured = []
+    for n, new in ((40, 50), (3, 5), (1, 200), (17, 1), (2, 33), (5, 2)):
+        ids = torch.randint(1, 90, (1, n), device="cuda")
+        out = generate(model, drafter, ids, new, policy="full")
+        assert torch.equal(out.sequences, plain(model, ids, new)), (n, new)
+        captured.append(dict(get_engine(model, drafter)._idle.rounds))
+    assert all(known == captured[0] for known in captured[:2]), "captured once"
+
+
+def test_eos_and_streams_stop_in_the_middle():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 5), device="cuda")
+    text = plain(model, ids, 40)[0, 5:].tolist()
+    for at in (0, 1, 5, 17):
+        out = generate_until(model, drafter, ids, text[at])
+        assert out.sequences[0, 5:].tolist() == text[: text.index(text[at]) + 1]
+
+
+def generate_until(model, drafter, ids, eos):
+    config = hybridspec_hf.HybridSpecConfig(policy="full")
+    return model.generate(
+        input_ids=ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, eos_token_id=eos,
+        generation_mode="hybridspec", hybridspec_config=config, return_dict_in_generate=True,
+    )  # fmt: skip
+
+
+def test_two_engines_in_one_process():
+    first, second = pair(), pair("qwen3_next")
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    wants = [plain(model, ids, 20) for model, _ in (first, second)]
+    for _ in range(3):
+        for (model, drafter), want in zip((first, second), wants, strict=True):
+            assert torch.equal(generate(model, drafter, ids, 20, policy="full").sequences, want)
+
+
+def test_weights_that_moved_are_read_where_they_are():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    generate(model, drafter, ids, 20, policy="full")
+    other = tiny_target(seed=5, gain=1.0).to("cuda")
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(generate(model, drafter, ids, 20, policy="full").sequences, plain(other, ids, 20))
+    # and in place
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), pair()[0].parameters(), strict=True):
+            p.copy_(q)
+    assert torch.equal(generate(model, drafter, ids, 20, policy="full").sequences, plain(model, ids, 20))
+
+
+def test_no_memory_grows_over_many_requests():
+    model, drafter = pair()
+
+    def some():
+        for n in (3, 30, 7, 55):
+            generate(model, drafter, torch.randint(1, 90, (1, n), device="cuda"), 20)
+
+    some()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(12):
+        some()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_capture_that_fails_falls_back_with_a_warning(monkeypatch):
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+
+    def refuse(self):
+        self.r.state.remaining.zero_()
+        raise RuntimeError("Capturing Stage 1 of 3 tokens failed with ValueError: deliberate")
+
+    monkeypatch.setattr(GraphedRounds, "_capture", refuse)
+    with pytest.warns(UserWarning, match="rounds run without graphs: Capturing Stage 1 of 3 tokens"):
+        out = generate(model, drafter, ids, 20, policy="full")
+    assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "kernels"
+
+
+def test_hooked_modules_run_as_modules_and_say_so():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    doubled = copy.deepcopy(model)
+    layer = doubled.model.layers[1].mlp.shared_expert.down_proj
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.warns(UserWarning, match=r"one by one, without graphs: layers.1.mlp.shared_expert.down_proj"):
+        out = generate(doubled, drafter, ids, 20, policy="full")
+    assert torch.equal(out.sequences, plain(doubled, ids, 20)) and out.report.launches == "modules"
