@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.config import CostTable
 from hybridspec_generation.protocols import Drafter, Target
+from hybridspec_generation.round import Round
 from hybridspec_generation.state import MAX_EOS, RoundState
 
 from .drafters import kernel_drafter
@@ -18,10 +19,12 @@ from .drafters.block import BlockDrafter, DraftContext
 from .drafters.dflash import DFlashDrafter
 from .drafters.kernel_drafter import KernelDrafter
 from .graphs.rounds import GraphedRounds
-from .models import SplitTarget, kernel_target, split_target
+from .models import SplitTarget, kernel_support, split_target
 from .models.kernel_target import KernelTarget
 
 CAPACITY_STEP = 256
+# buffers up to this many tokens serve shorter requests, too: graphs are captured with them
+KEPT_CAPACITY = 4096
 
 
 @dataclass
@@ -31,7 +34,9 @@ class Buffers:
     Attributes:
         cache, context, state: the target's cache, the drafter's context if there is one, the round's buffers.
         target, drafter: who works on them in kernels; None until asked for, or where kernels cannot run.
-        rounds: captured graphs, by what they hold besides the buffers.
+        rounds: captured graphs, by what they hold besides the buffers; or why a capture failed.
+        policies: adaptive policies, whose tables the graphs read.
+        broken: why a kernel failed, where one did: the rounds on these buffers run the modules then.
         weights: addresses of the weights that all of these read.
     """
 
@@ -40,25 +45,38 @@ class Buffers:
     state: RoundState
     target: KernelTarget | None = None
     drafter: BlockDrafter | None = None
-    rounds: dict[Any, GraphedRounds] = field(default_factory=dict)
+    rounds: dict[Any, GraphedRounds | str] = field(default_factory=dict)
     policies: dict[str, Any] = field(default_factory=dict)
+    broken: str | None = None
     weights: tuple[int, ...] = ()
 
     def reset(self) -> None:
         """Empty cache and context: nothing of the last request stays, finite or not."""
+        # a round may still run behind the last request's end
+        for rounds in self.graphs():
+            torch.cuda.current_stream(rounds.stream.device).wait_stream(rounds.stream)
         self.cache.reset()
         for buffer in self.context or ():
             buffer.zero_()
 
-    def forget(self) -> None:
-        """Drop what was built on weights that are no longer where they were."""
-        for rounds in self.rounds.values():
+    def graphs(self) -> list[GraphedRounds]:
+        """What was captured."""
+        return [rounds for rounds in self.rounds.values() if isinstance(rounds, GraphedRounds)]
+
+    def drop_graphs(self) -> None:
+        """Free what was captured."""
+        for rounds in self.graphs():
             rounds.close()
         self.rounds.clear()
+
+    def forget(self) -> None:
+        """Drop what was built on weights that are no longer where they were."""
+        self.drop_graphs()
         self.target = self.drafter = None
 
 
-@dataclass
+# compared and hashed by identity
+@dataclass(eq=False)
 class Engine:
     """One target with one drafter (or none).
 
@@ -133,18 +151,20 @@ class Engine:
             return None
         target, bound = self.target, buffers.drafter
         if bound is None or bound.embed_tokens is not target.embed_tokens or bound.lm_head is not target.lm_head:
-            reason = kernel_drafter.why_not(drafter, target.embed_tokens, target.lm_head)
+            reason = buffers.broken or kernel_drafter.why_not(drafter, target.embed_tokens, target.lm_head)
             kind = BlockDrafter if reason else KernelDrafter
             bound = buffers.drafter = kind(drafter, target.embed_tokens, target.lm_head, buffers.context)
+        elif isinstance(bound, KernelDrafter):
+            bound.refresh()
         return bound
 
     def round_target_reason(self, cache: TargetCache) -> str | None:
         """Why the rounds on a cache cannot run in kernels; None if they can."""
-        return kernel_target.why_not(self.target, cache)
+        return kernel_support.why_not(self.target, cache)
 
     def round_target(self, buffers: Buffers) -> tuple[Target, str | None]:
         """Who runs the rounds: the target in kernels; or its modules, and why."""
-        reason = self.round_target_reason(buffers.cache)
+        reason = buffers.broken or self.round_target_reason(buffers.cache)
         buffers.cache.clear_rejected = reason is not None
         if reason is not None:
             return self.target, reason
@@ -153,6 +173,15 @@ class Engine:
         else:
             buffers.target.refresh(self.target)
         return buffers.target, None
+
+    def by_modules(self, drafter: DFlashDrafter | None, buffers: Buffers, r: Round) -> Round:
+        """A prefilled round whose target and drafter run module by module."""
+        buffers.cache.clear_rejected = True
+        buffers.drafter = None
+        bound = None
+        if drafter is not None and buffers.context is not None:
+            bound = BlockDrafter(drafter, self.target.embed_tokens, self.target.lm_head, buffers.context)
+        return replace(r, target=self.target, drafter=bound)
 
     def give_back(self, buffers: Buffers) -> None:
         """Keep the buffers for the next request."""
@@ -171,7 +200,7 @@ def fits(buffers: Buffers, capacity: int, block: int, gdn_backend: str, eos: int
     """Whether the last request's buffers serve one that needs this much, without holding far more."""
     cache = buffers.cache
     return (
-        capacity <= cache.capacity <= 2 * capacity
+        capacity <= cache.capacity <= max(2 * capacity, KEPT_CAPACITY)
         and cache.block == block
         and cache.gdn.name == gdn_backend
         and eos <= len(buffers.state.eos)
@@ -190,17 +219,33 @@ def addresses(target: SplitTarget, drafter: DFlashDrafter | None) -> tuple[int, 
     return tuple(parameter.data_ptr() for module in modules for parameter in module.parameters())
 
 
-# the engines of a model die with it: they hold its submodules, never the model itself
-_engines: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Engine]]"
-_engines = weakref.WeakKeyDictionary()
+class _Engines:
+    """The engines of one owner by model; of the owner's copies and pickles nothing of it is a part."""
+
+    def __init__(self) -> None:
+        self.by_model: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: Any) -> "_Engines":
+        return _Engines()
+
+    def __reduce__(self) -> Any:
+        return _Engines, ()
+
+
+# an engine holds its drafter and the model's submodules, never the model itself: it lives on the drafter, in a cycle
+# that ends with it, or here if there is none
+_without_drafter = _Engines()
 _engines_lock = threading.Lock()
+_ATTRIBUTE = "_hybridspec_engines"
+# for release: all engines of a model
+_of_model: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Engine]]" = weakref.WeakKeyDictionary()
 
 
-class _NoDrafter:
-    """Key of the engine that decodes autoregressively."""
-
-
-_NO_DRAFTER = _NoDrafter()
+def _engines_of(drafter: DFlashDrafter) -> _Engines:
+    if not isinstance(getattr(drafter, _ATTRIBUTE, None), _Engines):
+        setattr(drafter, _ATTRIBUTE, _Engines())
+    engines: _Engines = getattr(drafter, _ATTRIBUTE)
+    return engines
 
 
 def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
@@ -210,14 +255,14 @@ def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
         ValueError: if the model has no split forward here.
     """
     with _engines_lock:
-        engines = _engines.setdefault(model, weakref.WeakKeyDictionary())
-        key = _NO_DRAFTER if drafter is None else drafter
-        known = engines.get(key)
+        owner = _without_drafter if drafter is None else _engines_of(drafter)
+        known = owner.by_model.get(model)
         # modules may have been replaced since the last call (an adapter, new embeddings)
         target = split_target(model, () if drafter is None else tuple(drafter.config.target_layer_ids or ()))
         drafter_dtype = None if drafter is None else (drafter.dtype, drafter.device)
         if known is None or known.target.cache_shape != target.cache_shape or known.drafter_dtype != drafter_dtype:
-            known = engines[key] = Engine(target, drafter_dtype)
+            known = owner.by_model[model] = Engine(target, drafter_dtype)
+            _of_model.setdefault(model, weakref.WeakSet()).add(known)
         known.target = target
         return known
 
@@ -225,9 +270,8 @@ def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
 def release(model: nn.Module) -> None:
     """Free the buffers, graphs and measured tables that `model`'s engines hold; the next call builds them again."""
     with _engines_lock:
-        engines = _engines.pop(model, None)
-    if engines is not None:
-        for engine in engines.values():
+        for engine in _of_model.pop(model, ()):
             engine.close()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            engine.costs.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

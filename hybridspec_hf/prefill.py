@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hybridspec_generation.cache import TargetCache
+from hybridspec_generation.protocols import Drafter
 
-from .drafters.block import BlockDrafter
 from .models import SplitTarget
 
 
@@ -21,7 +21,7 @@ def prefill(
     model_kwargs: dict[str, Any],
     target: SplitTarget,
     cache: TargetCache,
-    drafter: BlockDrafter | None,
+    drafter: Drafter | None,
 ) -> Tensor:
     """Run the prompt through the model as plain generate does, and take over its cache.
 

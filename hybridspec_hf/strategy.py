@@ -2,7 +2,8 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from .drafters import kernel_drafter
 from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
 from .engine import Buffers, Engine, get_engine
+from .graphs.capture import CaptureError
 from .graphs.conditional import supported
 from .graphs.rounds import GraphedRounds
 from .models import SplitTarget
@@ -84,7 +86,8 @@ def hybridspec_decoding(
         if not emitter.finished:
             round_, graphs = choose_target(engine, buffers, drafter, round_, config.graphs, report)
             policy = length_policy(plan, engine, buffers, round_, prompt, report, graphs != "off")
-            run_rounds(prepare_rounds(buffers, replace(round_, policy=policy), graphs, report), emitter, report)
+            rounds = prepare_rounds(engine, buffers, drafter, replace(round_, policy=policy), config, graphs, report)
+            run_rounds(rounds, emitter, report)
     finally:
         engine.give_back(buffers)
     sequences = emitter.finish()
@@ -122,14 +125,16 @@ def start(
     return Round(target, bound, cache, buffers.state)
 
 
-def run_rounds(rounds: Iterator[RoundReadout], emitter: Emitter, report: DecodeReport) -> None:
+def run_rounds(rounds: Generator[RoundReadout], emitter: Emitter, report: DecodeReport) -> None:
     """Decode until EOS, the output budget or a stopping criterion."""
     started = time.perf_counter()
-    for readout in rounds:
-        report.add(readout)
-        if emitter.emit(readout.tokens):
-            break
-    report.decode_seconds = time.perf_counter() - started
+    # closed before the buffers are given back, whatever a streamer or a criterion raises
+    with closing(rounds):
+        for readout in rounds:
+            report.add(readout)
+            if emitter.emit(readout.tokens):
+                break
+        report.decode_seconds = time.perf_counter() - started
 
 
 def choose_target(
@@ -156,32 +161,41 @@ def choose_target(
     return round_, graphs if on_gpu else "off"
 
 
-def prepare_rounds(buffers: Buffers, round_: Round, graphs: str, report: DecodeReport) -> Iterator[RoundReadout]:
+def prepare_rounds(
+    engine: Engine, buffers: Buffers, drafter: DFlashDrafter | None, round_: Round,
+    config: HybridSpecConfig, graphs: str, report: DecodeReport,
+) -> Generator[RoundReadout]:  # fmt: skip
     """The request's rounds; their graphs are captured by the first request that needs them."""
     if graphs == "off":
         return decode(round_)
-    state = round_.state
-    begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
-    try:
-        rounds = graphed_rounds(buffers, round_, graphs)
-    except RuntimeError as error:
-        begin()
-        note(report, f"rounds run without graphs: {error}")
-        return decode(round_)
-    begin()
-    report.launches = rounds.launches
-    return rounds.decode()
-
-
-def graphed_rounds(buffers: Buffers, round_: Round, graphs: str) -> GraphedRounds:
-    """The captured rounds of these buffers, this policy and this drafter; made if they are not there yet."""
     policy = round_.policy
     longest = policy.length if isinstance(policy, FixedLength) else round_.state.block
-    key = (type(policy).__name__, longest, graphs, id(round_.drafter))
+    at_once = config.rounds_per_launch if graphs == "parent" else 1
+    key = (type(policy).__name__, longest, graphs, at_once, id(round_.drafter))
     if key not in buffers.rounds:
-        lengths = range(min(2, longest), longest + 1)
-        buffers.rounds[key] = GraphedRounds(round_, lengths, graphs)
-    return buffers.rounds[key]
+        state, started = round_.state, time.perf_counter()
+        begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
+        try:
+            buffers.rounds[key] = GraphedRounds(round_, range(min(2, longest), longest + 1), graphs, at_once)
+        except CaptureError as error:
+            buffers.rounds[key] = str(error)
+        except Exception as error:
+            # a kernel that does not compile, or does not fit on this GPU
+            buffers.broken = f"a kernel failed with {type(error).__name__}: {error}"
+        begin()
+        report.capture_seconds = time.perf_counter() - started
+    if buffers.broken is not None:
+        note(report, f"rounds run the model's modules one by one, without graphs: {buffers.broken}")
+        report.launches = "modules"
+        return decode(engine.by_modules(drafter, buffers, round_))
+    rounds = buffers.rounds[key]
+    if isinstance(rounds, str):
+        note(report, f"rounds run without graphs: {rounds}")
+        return decode(round_)
+    if at_once < config.rounds_per_launch:
+        note(report, "rounds_per_launch has no effect without a parent graph")
+    report.launches = rounds.launches
+    return rounds.decode()
 
 
 def note(report: DecodeReport, text: str) -> None:
@@ -226,6 +240,7 @@ def length_policy(
     kind = NominalPolicy if report.policy == "nominal" or not engine.target.top_k else HybridSpecPolicy
     known = buffers.policies.get(kind.__name__)
     if known is None or any(a.shape != b.shape for a, b in zip(known.tables, tables, strict=True)):
+        buffers.drop_graphs()
         known = buffers.policies[kind.__name__] = kind(tables)
     # graphs read the tables where they are
     for mine, theirs in zip(known.tables, tables, strict=True):

@@ -15,6 +15,8 @@ from .gdn import GDN_BACKENDS
 CONFIG_NAME = "hybridspec_config.json"
 POLICIES = '"hybridspec", "nominal", "full" or "static:N" (N >= 2, e.g. "static:4")'
 ADAPTIVE_POLICIES = ("hybridspec", "nominal")
+# a launch cannot be stopped from the CPU
+MOST_ROUNDS = 256
 GRAPHS = ("auto", "parent", "per-length", "off")
 
 Row = tuple[float, ...]
@@ -179,6 +181,8 @@ class HybridSpecConfig:
         graphs: how rounds are launched on a GPU. "parent": one CUDA graph in which the GPU chooses the lengths;
             "per-length": a graph a length, chosen by the CPU; "off": operation by operation. "auto" takes the first
             that the machine can run, and the report says which.
+        rounds_per_launch: with "parent", rounds that the GPU runs before the CPU looks at their tokens; streams come
+            in larger pieces, and up to so many rounds are wasted where a stopping criterion ends the text.
 
     Raises:
         ValueError: for an unknown policy or a malformed table.
@@ -191,6 +195,7 @@ class HybridSpecConfig:
     throughput: float | None = None
     gdn_backend: str = "block"
     graphs: str = "auto"
+    rounds_per_launch: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.gdn_backend, str) or self.gdn_backend not in GDN_BACKENDS:
@@ -199,6 +204,10 @@ class HybridSpecConfig:
             )
         if self.graphs not in GRAPHS:
             raise ValueError(f"Unknown graphs {self.graphs!r}. Use one of {', '.join(map(repr, GRAPHS))}.")
+        if type(self.rounds_per_launch) is not int or not 1 <= self.rounds_per_launch <= MOST_ROUNDS:
+            raise ValueError(
+                f"rounds_per_launch must be a whole number from 1 to {MOST_ROUNDS}, got {self.rounds_per_launch!r}."
+            )
         if self.policy not in (*ADAPTIVE_POLICIES, "full"):
             self._check_static()
         if self.throughput is not None and not (_finite(self.throughput) and self.throughput > 0):
@@ -303,4 +312,5 @@ class SelectionTables(NamedTuple):
             [cost.stage0_token_cost], [cost.expert_cost], [throughput], experts.mean_new_pairs,
             experts.mean_new_pairs_given,
         )  # fmt: skip
-        return cls(*(torch.tensor(v, dtype=torch.float32, device=device) for v in values))
+        with torch.inference_mode(False):
+            return cls(*(torch.tensor(v, dtype=torch.float32, device=device) for v in values))

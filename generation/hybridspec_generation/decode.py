@@ -1,10 +1,13 @@
 """THE LOOP: a prepared request -> rounds until EOS or the output budget. Start reading here, then `round/`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from .round import Round, run_round
-from .state import RoundState
+from .state import READOUT_HEADER, RoundState
 
 
 class RoundReadout(NamedTuple):
@@ -25,7 +28,7 @@ class RoundReadout(NamedTuple):
     verify_length: int
 
 
-def decode(r: Round) -> Iterator[RoundReadout]:
+def decode(r: Round) -> Generator[RoundReadout]:
     """Run rounds until the request is finished; the caller may stop earlier by leaving the iterator.
 
     The round's cache holds the prompt, and its state the first anchor, before the first call.
@@ -40,10 +43,11 @@ def decode(r: Round) -> Iterator[RoundReadout]:
 
 def read_round(state: RoundState) -> RoundReadout:
     """Copy the round's result to the host: the one wait of a round."""
-    return parse_readout(state.readout.tolist())
+    return parse_readout(state.readout.cpu())
 
 
-def parse_readout(numbers: list[int]) -> RoundReadout:
-    """`RoundState.readout` on the host -> what it says."""
-    finished, emitted, accepted, nominal, stage0, verify, *tokens = numbers
+def parse_readout(readout: Tensor) -> RoundReadout:
+    """`RoundState.readout`, copied to the host, -> what it says."""
+    finished, emitted, accepted, nominal, stage0, verify = readout[:READOUT_HEADER].view(torch.int32).tolist()[:6]
+    tokens = readout[READOUT_HEADER:].tolist()
     return RoundReadout(tokens[:emitted], bool(finished), accepted, nominal, stage0, verify)

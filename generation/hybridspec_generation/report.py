@@ -20,6 +20,7 @@ class DecodeReport:
         emitted, accepted: tokens emitted and draft tokens accepted (before EOS or budget cut) in each round.
         nominal_lengths, stage0_lengths, verify_lengths: w0, u and w of each round.
         prefill_seconds, decode_seconds: wall-clock times.
+        capture_seconds: compiling and capturing graphs, in the request that needed them first; in none of the others.
         notes: what a user should know, such as a table that was measured or a fallback that was taken.
     """
 
@@ -36,6 +37,7 @@ class DecodeReport:
     verify_lengths: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    capture_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     def add(self, readout: RoundReadout) -> None:

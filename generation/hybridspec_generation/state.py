@@ -5,8 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybridspec_kernels import MAX_TOKENS, has_kernels
+
 # room for a request's EOS ids; unused places hold no token's id
 MAX_EOS, NO_TOKEN = 8, -1
+# of the readout, in int64: eight int32, six of them used
+READOUT_HEADER = 4
 
 
 class RouterBoundary(NamedTuple):
@@ -45,7 +49,6 @@ class RoundState:
         self.block = block
         self.eos = ints(max_eos).fill_(NO_TOKEN)  # [E]
         self.remaining = ints(1)  # [1] output budget, in tokens
-        self.finished = ints(1, dtype=torch.bool)  # [1] EOS emitted or budget spent
 
         self.target_input = ints(block)  # [W] anchor, then the proposal block
         self.confidence = floats(block - 1)  # [D] top-1 probability
@@ -53,9 +56,6 @@ class RoundState:
         self.prefix_prob = floats(block - 1)  # [D] p_i, P(first i draft tokens accepted)
 
         self.length_limit = ints(1, dtype=torch.int32)  # [1] w_rem
-        self.nominal_length = ints(1, dtype=torch.int32)  # [1] w0
-        self.stage0_length = ints(1, dtype=torch.int32)  # [1] u
-        self.verify_length = ints(1, dtype=torch.int32)  # [1] w
         self.new_experts = ints(block, dtype=torch.int32)  # [W] Layer-0 experts that each token adds
 
         self.boundary = RouterBoundary(
@@ -67,10 +67,17 @@ class RoundState:
         self.features = floats(block, feature_size, dtype=dtype)  # [W, A*H] what the drafter reads of the target
         self.target_tokens = ints(block)  # [W] y_i, the target's choice after each input token
 
-        self.num_accepted = ints(1, dtype=torch.int32)  # [1] A
-        self.num_committed = ints(1, dtype=torch.int32)  # [1] m = emitted tokens, after EOS and budget
-        self.emitted = ints(block)  # [W] d_1..d_A, x_new; rows from num_committed on are stale
-        self.readout = ints(6 + block)  # [6+W] what the host reads after a round, see decode.read_round
+        # [4+W] what the host reads after a round: the fields below, which are views of it, see decode.parse_readout
+        self.readout = ints(READOUT_HEADER + block)
+        header = self.readout[:READOUT_HEADER].view(torch.int32)
+        # [1] each, int32: whether EOS or the budget ended the request; m = emitted tokens, after EOS and budget; A
+        self.finished, self.num_committed, self.num_accepted = header[:1], header[1:2], header[2:3]
+        # [1] each, int32: w0, u, w
+        self.nominal_length, self.stage0_length, self.verify_length = header[3:4], header[4:5], header[5:6]
+        self.emitted = self.readout[READOUT_HEADER:]  # [W] d_1..d_A, x_new; rows from num_committed on are stale
+
+        # Triton kernels run the small steps between the model's forwards
+        self.kernels = block <= MAX_TOKENS and has_kernels(self.readout.device)
 
     def start(self, anchor: Tensor, eos: list[int], remaining: int) -> None:
         """Begin a request whose first token `anchor` `[1]` is out and that may emit `remaining` more."""

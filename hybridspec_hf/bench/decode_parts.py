@@ -37,7 +37,7 @@ def time_parts(
     r = open_round(pair.target, pair.drafter, prompt, budget=block, eos=[])
     text = follow(pair.successor, prompt[0, -1:], block + 1)[1:]
     target = kernel_target(pair, r)
-    timer = wall_seconds if target is None else graph_seconds
+    timer = wall_seconds if target is None else partial(graph_seconds, device=text.device)
     r = r if target is None else replace(r, target=target)
     assert r.drafter is not None
     # nothing is emitted: commits move nothing

@@ -41,7 +41,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> Cos
     assert drafter is not None
     text = tokens.repeat(-(-block // len(tokens)))[-block:]
     lengths = sorted({min(w, block) for w in (*LENGTHS, block)})
-    timer: Timer = graph_seconds if graphs else wall_seconds
+    timer: Timer = partial(graph_seconds, device=text.device) if graphs else wall_seconds
     whole = timer([partial(run_target, r, text, w) for w in lengths])
     first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in lengths])
     (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length)])

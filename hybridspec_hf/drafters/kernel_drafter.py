@@ -21,6 +21,7 @@ from hybridspec_kernels import (
     swiglu_linear,
 )
 
+from ..models.kernel_support import MOST_COLUMNS, MOST_HEAD_CHANNELS
 from .block import BlockDrafter, DraftContext
 from .dflash import DFlashDrafter
 
@@ -54,7 +55,11 @@ class KernelDrafter(BlockDrafter):
         self.parts = buffer(MAX_PARTS * W * config.hidden_size, dtype=torch.float32)
         self.inner = buffer(W, config.intermediate_size)
         self.projected = buffer(W, (self.query_heads + 2 * kv_heads) * head_dim)
-        self.context_projected = buffer(W, 2 * kv_heads * head_dim)
+        layers, columns = config.num_hidden_layers, 2 * kv_heads * head_dim
+        # every layer's k and v rows in one weight, so that the context's keys and values are one product
+        self.context_weight = buffer(layers * columns, config.hidden_size)
+        self.context_norm = buffer(layers, head_dim)
+        self.context_projected = buffer(W, layers * columns)
         self.queries = buffer(W, self.query_heads, head_dim)
         self.mixed = buffer(W, self.query_heads * head_dim)
         splits = attention_splits(capacity, kv_heads, device)
@@ -68,6 +73,14 @@ class KernelDrafter(BlockDrafter):
         # text positions are slots: one table serves every request
         cos, sin = self.drafter.rotary(self.slots[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy again what this holds of the drafter's weights, in place: they may have changed."""
+        attentions = [layer.self_attn for layer in self.drafter.layers]
+        weights = [w.weight for attention in attentions for w in (attention.k_proj, attention.v_proj)]
+        torch.cat([weight.detach() for weight in weights], out=self.context_weight)
+        torch.stack([attention.k_norm.weight.detach() for attention in attentions], out=self.context_norm)
 
     def append(self, features: Tensor, start: Tensor) -> None:
         """Context keys and values of `features` `[T, A*H]` at slots `start` `[1]`, ... ."""
@@ -77,10 +90,12 @@ class KernelDrafter(BlockDrafter):
             return
         drafter, context = self.drafter, self.hidden[:w]
         self.norm(drafter.hidden_norm, None, self.summed(features, drafter.fc.weight), context)
-        for i, layer in enumerate(drafter.layers):
-            attention, projected = layer.self_attn, self.context_projected[:w]
-            linear(context, (attention.k_proj.weight, attention.v_proj.weight), projected, overlap=True)
-            self.prepare(i, projected, start, None)
+        projected = self.context_projected[:w]
+        linear(context, (self.context_weight,), projected, overlap=True)
+        attention_prepare(
+            projected, None, self.context_norm, self.cos, self.sin, start, None, self.keys[:, 0], self.values[:, 0],
+            query_heads=0, gated=False, zero_centered=False, eps=drafter.layers[0].self_attn.k_norm.eps, overlap=True,
+        )  # fmt: skip
 
     def propose(self, anchor: Tensor, length: Tensor) -> Draft:
         """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`."""
@@ -100,10 +115,14 @@ class KernelDrafter(BlockDrafter):
         return self.draft
 
     def attend(self, i: int, attention: Any, hidden: Tensor, length: Tensor) -> Tensor:
-        """Attention of layer i from its input `[W, H]` to its output projection; the block's keys enter the cache."""
+        """Attention and output projection of layer i on `[W, H]`; the block's keys go to the context."""
         weights = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         linear(hidden, weights, self.projected, overlap=True)
-        self.prepare(i, self.projected, length, self.queries)
+        attention_prepare(
+            self.projected, attention.q_norm.weight, attention.k_norm.weight, self.cos, self.sin, length, self.queries,
+            self.keys[i, 0], self.values[i, 0], query_heads=self.query_heads, gated=False, zero_centered=False,
+            eps=attention.k_norm.eps, overlap=True,
+        )  # fmt: skip
         rule = self.drafter.rules[i]
         attention_verify(
             self.queries, self.keys[i, 0], self.values[i, 0], length, self.mixed, self.attention_scratch,
@@ -119,16 +138,6 @@ class KernelDrafter(BlockDrafter):
         linear(x, (weight,), out, overlap=True)
         return out
 
-    def prepare(self, i: int, projected: Tensor, start: Tensor, queries: Tensor | None) -> None:
-        """Norm and rotation of a layer's keys (and queries), into the cache from slot `start` on."""
-        attention = self.drafter.layers[i].self_attn
-        attention_prepare(
-            projected, None if queries is None else attention.q_norm.weight, attention.k_norm.weight, self.cos,
-            self.sin, start, queries, self.keys[i, 0], self.values[i, 0],
-            query_heads=0 if queries is None else self.query_heads, gated=False, zero_centered=False,
-            eps=attention.k_norm.eps, overlap=True,
-        )  # fmt: skip
-
     def norm(self, module: Any, residual: Tensor | None, delta: Tensor | None, out: Tensor) -> None:
         """residual += delta; out = the norm of residual."""
         add_rms_norm(residual, delta, module.weight, out, eps=module.eps, zero_centered=False, overlap=True)
@@ -143,7 +152,12 @@ def why_not(drafter: DFlashDrafter, embed_tokens: Any, lm_head: Any) -> str | No
         return f"the drafter's block has {config.block_size} rows, the kernels take {MAX_TOKENS}"
     if config.attention_bias or config.hidden_act not in ("silu", "swish"):
         return "the drafter has biases, or another activation than silu"
-    dtypes = {weight.dtype, embed_tokens.weight.dtype, lm_head.weight.dtype}
+    if config.head_dim > MOST_HEAD_CHANNELS or config.hidden_size > MOST_COLUMNS:
+        return f"heads of {config.head_dim} or hidden size {config.hidden_size} are more than the kernels take"
+    plain = [embed_tokens, lm_head, *(module for module in drafter.modules() if module is not drafter)]
+    if hooked := next((m for m in plain if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None):
+        return f"a {type(hooked).__name__} has hooks or another forward"
+    dtypes = {embed_tokens.weight.dtype, lm_head.weight.dtype, *(p.dtype for p in drafter.parameters())}
     if len(dtypes) != 1:
         return f"drafter and target differ in dtype ({', '.join(sorted(map(str, dtypes)))})"
     return None

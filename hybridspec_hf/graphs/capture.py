@@ -10,6 +10,10 @@ import torch
 _broken: list[torch.cuda.CUDAGraph] = []
 
 
+class CaptureError(RuntimeError):
+    """A piece of work could not be captured."""
+
+
 def capture(
     work: Callable[[], Any], pool: tuple[int, int], stream: torch.cuda.Stream, name: str
 ) -> torch.cuda.CUDAGraph:
@@ -25,14 +29,14 @@ def capture(
         name: of the piece, for the error.
 
     Raises:
-        RuntimeError: names the piece and says what it failed at. CUDA works on; take a new pool to try again.
+        CaptureError: names the piece and says what it failed at. CUDA works on; take a new pool to try again.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         _record(graph, work, pool, stream)
     except Exception as error:
         _unwind(graph, pool, stream)
-        raise RuntimeError(f"Capturing {name} failed with {type(error).__name__}: {error}") from error
+        raise CaptureError(f"Capturing {name} failed with {type(error).__name__}: {error}") from error
     return graph
 
 

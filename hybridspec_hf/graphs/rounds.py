@@ -1,12 +1,13 @@
 """A round on static buffers -> its pieces captured for every length, one launch a round, results read behind it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from hybridspec_generation.decode import RoundReadout, parse_readout
@@ -17,10 +18,10 @@ from hybridspec_generation.round.selector import select
 from hybridspec_generation.round.stage0 import stage0
 
 from .capture import capture
-from .conditional import ParentGraph
+from .conditional import Chain, ParentGraph
 from .warming import warm_up
 
-# rounds in flight: the next one is queued before the last one's tokens are read
+# launches in flight: the next one is queued before the last one's tokens are read
 AHEAD = 2
 
 
@@ -31,87 +32,137 @@ class Piece(NamedTuple):
     run: Callable[[], Any]
 
 
+class Step(NamedTuple):
+    """One piece, or one for each length of which `length` `[1]` says which."""
+
+    pieces: list[Piece]
+    length: Tensor | None = None
+
+
+def round_steps(r: Round, lengths: Sequence[int]) -> list[Step]:
+    """What a round that chooses among `lengths` runs, in order."""
+    s = r.state
+    if len(lengths) == 1:
+        (length,) = lengths
+        return [Step([Piece("the round", partial(run_round, replace(r, switch=lambda _, body: body(length))))])]
+
+    def each(name: str, *bodies: Callable[[Round, int], Any]) -> list[Piece]:
+        return [Piece(f"{name} of {w} tokens", partial(run_each, bodies, r, w)) for w in lengths]
+
+    if not r.policy.corrects:
+        # nothing is decided at the router boundary
+        chosen = Piece("the proposal and the selector", partial(run_each, (propose, select, correct), r))
+        return [Step([chosen]), Step(each("the target", stage0, verify), s.verify_length)]
+    return [
+        Step([Piece("the proposal and the selector", partial(run_each, (propose, select), r))]),
+        Step(each("Stage 0", stage0), s.stage0_length),
+        Step([Piece("the routing correction", partial(correct, r))]),
+        Step(each("Stage 1", verify), s.verify_length),
+    ]
+
+
+def emit_nothing(r: Round) -> None:
+    """Let rounds commit nothing: those that run, and those of which only the operations besides the kernels run.
+
+    The latter commit what the last round that ran left in `num_committed`.
+    """
+    r.state.remaining.zero_()
+    r.state.num_committed.zero_()
+
+
 class GraphedRounds:
     """The rounds of one set of buffers; every request on these buffers may use them.
 
     Args:
         r: target and drafter that read no length on the host; its policy's tables may change, in place.
         lengths: that a round may choose, in ascending order without gaps.
-        kind: "parent" (one graph, the GPU chooses), or "per-length" (the CPU reads the two lengths of a round).
+        kind: "parent" (one graph, the GPU chooses), or "per-length" (the CPU reads the lengths of a round).
+        rounds_per_launch: up to so many rounds run without the CPU; more than 1 needs the kind "parent".
 
     Raises:
-        RuntimeError: if a piece cannot be captured; the message names it.
+        CaptureError: if a piece cannot be captured; the message names it.
 
     Building runs every piece once with nothing left to emit: the round's state must be started anew behind it, and
     the caches hold what they held.
     """
 
-    def __init__(self, r: Round, lengths: Sequence[int], kind: str) -> None:
-        self.r, self.lengths, self.kind = r, list(lengths), kind
-        device = r.state.remaining.device
+    def __init__(self, r: Round, lengths: Sequence[int], kind: str, rounds_per_launch: int = 1) -> None:
+        self.r, self.lengths, self.kind, self.rounds_per_launch = r, list(lengths), kind, rounds_per_launch
+        device, size = r.state.readout.device, len(r.state.readout)
         self.stream = torch.cuda.Stream(device)
-        self.ring = torch.zeros(AHEAD, len(r.state.readout), dtype=torch.int64, pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(AHEAD)]
+        with torch.inference_mode(False):
+            # readouts of a launch's rounds, and how many of them ran
+            self.history = torch.zeros(rounds_per_launch, size, dtype=torch.int64, device=device)
+            self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+            self.running = torch.zeros(1, dtype=torch.int32, device=device)
+            self.limit = torch.full((1,), rounds_per_launch, dtype=torch.int32, device=device)
+            self.ring = torch.zeros(AHEAD, rounds_per_launch, size, dtype=torch.int64, pin_memory=True)
+            self.turns = torch.ones(AHEAD, 1, dtype=torch.int64, pin_memory=True)
         self.parent: ParentGraph | None = None
-        self._capture()
+        self._build()
 
     @property
     def launches(self) -> str:
         """For the report."""
-        return "one graph" if len(self.lengths) == 1 else f"{self.kind} graph{'s' * (self.kind == 'per-length')}"
+        if self.rounds_per_launch > 1:
+            return f"parent graph of up to {self.rounds_per_launch} rounds"
+        return "one graph" if len(self.steps) == 1 else f"{self.kind} graph{'s' * (self.kind == 'per-length')}"
 
     # ---- building
 
-    def _capture(self) -> None:
+    def _build(self) -> None:
         """Compile, run and capture every piece, then join them."""
-        only = len(self.lengths) == 1
-        pieces = [self._whole()] if only else self._pieces()
+        self.steps = round_steps(self.r, self.lengths)
+        pieces = [piece for step in self.steps for piece in step.pieces]
+        several = self.rounds_per_launch > 1
+        if several:
+            pieces += [Piece("the start of a launch", self._begin), Piece("the record of a round", self._record)]
         with tqdm(total=3, desc="preparing graphs", leave=False, disable=None) as bar:
-            # with no token left to emit, rounds commit nothing
-            self.r.state.remaining.zero_()
+            emit_nothing(self.r)
             warm_up([piece.run for piece in pieces], self.stream, bar.update)
             pool = torch.cuda.graph_pool_handle()
-            graphs = [capture(piece.run, pool, self.stream, piece.name) for piece in pieces]
+            graphs = iter([capture(piece.run, pool, self.stream, piece.name) for piece in pieces])
+            self.graphs = [[next(graphs) for _ in step.pieces] for step in self.steps]
             bar.update()
-        count = len(self.lengths)
-        self.draft, self.correct = graphs[0], graphs[0 if only else 1 + count]
-        self.stage0, self.verify = graphs[1 : 1 + count], graphs[2 + count :]
-        if only or self.kind == "per-length":
-            for graph in graphs:
-                graph.instantiate()
+        if self.kind == "parent" and (several or len(self.steps) > 1):
+            self.parent = ParentGraph(self.r.state.readout.device)
+            if several:
+                begin, record = graphs
+                self.parent.add(begin)
+                self.parent.add_while(partial(self._join, record=record), self.running, self.limit)
+            else:
+                self._join(self.parent)
+            self.parent.instantiate()
             return
-        state, first = self.r.state, self.lengths[0]
-        self.parent = ParentGraph(state.remaining.device)
-        self.parent.add(self.draft)
-        self.parent.add_switch(state.stage0_length, first, self.stage0)
-        self.parent.add(self.correct)
-        self.parent.add_switch(state.verify_length, first, self.verify)
-        self.parent.instantiate()
+        for graph in (graph for step in self.graphs for graph in step):
+            graph.instantiate()
 
-    def _whole(self) -> Piece:
-        """The one-length round in one piece."""
-        (length,) = self.lengths
-        return Piece("the round", partial(run_round, replace(self.r, switch=lambda _, body: body(length))))
+    def _join(self, chain: Chain, record: torch.cuda.CUDAGraph | None = None) -> None:
+        """Add a round to a chain of nodes."""
+        for step, graphs in zip(self.steps, self.graphs, strict=True):
+            if step.length is None:
+                chain.add(graphs[0])
+            else:
+                chain.add_switch(step.length, self.lengths[0], graphs)
+        if record is not None:
+            chain.add(record)
 
-    def _pieces(self) -> list[Piece]:
-        """Proposal and selector; Stage 0 of every length; the correction; Stage 1 to the commit of every length."""
-        r = self.r
+    def _begin(self) -> None:
+        """Of a launch of several rounds: none has run, and the first runs unless the request is over."""
+        self.turn.zero_()
+        torch.sub(1, self.r.state.finished, out=self.running)
 
-        def draft() -> None:
-            propose(r)
-            select(r)
-
-        return [
-            Piece("the proposal and the selector", draft),
-            *(Piece(f"Stage 0 of {u} tokens", partial(stage0, r, u)) for u in self.lengths),
-            Piece("the routing correction", partial(correct, r)),
-            *(Piece(f"Stage 1 of {w} tokens", partial(verify, r, w)) for w in self.lengths),
-        ]
+    def _record(self) -> None:
+        """Of a launch of several rounds: keep a round's readout, and go on unless the request is over."""
+        self.history.index_copy_(0, self.turn, self.r.state.readout[None])
+        self.turn += 1
+        torch.sub(1, self.r.state.finished, out=self.running)
 
     # ---- decoding
 
-    def decode(self) -> Iterator[RoundReadout]:
-        """Run rounds until the request is finished, as `hybridspec_generation.decode`; one more may run behind it."""
+    def decode(self) -> Generator[RoundReadout]:
+        """Run rounds until the request is finished, as `hybridspec_generation.decode`; more may run behind it."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         in_flight: deque[int] = deque()
         launched, finished = 0, False
@@ -124,33 +175,41 @@ class GraphedRounds:
                     launched += 1
                 slot = in_flight.popleft()
                 self.events[slot].synchronize()
-                readout = parse_readout(self.ring[slot].tolist())
-                finished = readout.finished
-                yield readout
+                # copied, because the slot is written again by the next launch but one
+                for readout in self.ring[slot][: int(self.turns[slot])].clone():
+                    parsed = parse_readout(readout)
+                    finished = parsed.finished
+                    yield parsed
         finally:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _launch(self, slot: int) -> None:
-        """Queue one round, and the copy of its result behind it."""
+        """Queue one launch, and the copy of its result behind it."""
         with torch.cuda.stream(self.stream):
             if self.parent is not None:
                 self.parent.launch(self.stream)
-            elif len(self.lengths) == 1:
-                self.draft.replay()
             else:
-                self._launch_by_reading()
-            self.ring[slot].copy_(self.r.state.readout, non_blocking=True)
+                self._replay()
+            if self.rounds_per_launch > 1:
+                self.ring[slot].copy_(self.history, non_blocking=True)
+                self.turns[slot].copy_(self.turn, non_blocking=True)
+            else:
+                self.ring[slot, 0].copy_(self.r.state.readout, non_blocking=True)
             self.events[slot].record(self.stream)
 
-    def _launch_by_reading(self) -> None:
-        state, first = self.r.state, self.lengths[0]
-        self.draft.replay()
-        self.stage0[int(state.stage0_length) - first].replay()
-        self.correct.replay()
-        self.verify[int(state.verify_length) - first].replay()
+    def _replay(self) -> None:
+        """A round graph by graph; the CPU waits for every length."""
+        for step, graphs in zip(self.steps, self.graphs, strict=True):
+            graphs[0 if step.length is None else int(step.length) - self.lengths[0]].replay()
 
     def close(self) -> None:
         """Free the graphs; waits for rounds in flight."""
         self.stream.synchronize()
         if self.parent is not None:
             self.parent.close()
+
+
+def run_each(bodies: Sequence[Callable[..., Any]], *arguments: Any) -> None:
+    """Run one after the other on the same arguments."""
+    for body in bodies:
+        body(*arguments)

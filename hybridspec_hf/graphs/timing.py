@@ -10,9 +10,9 @@ from .warming import warm_up
 REPEATS = 5
 
 
-def graph_seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
+def graph_seconds(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Shortest time of each run as a graph, of a few; they are compiled together before."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(device)
     warm_up(runs, stream)
     pool = torch.cuda.graph_pool_handle()
     graphs = [capture(run, pool, stream, "a measured piece") for run in runs]

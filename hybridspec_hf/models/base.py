@@ -216,9 +216,9 @@ class SplitTarget:
 
 def gdn_params(module: Any) -> GDNParams:
     """A GDN layer's parameters besides its projections; the convolution's weight is transposed."""
-    return GDNParams(
-        module.conv1d.weight.detach()[:, 0].t().contiguous(), module.A_log.detach(), module.dt_bias.detach()
-    )
+    with torch.inference_mode(False):
+        conv_weight = module.conv1d.weight.detach()[:, 0].t().contiguous()
+    return GDNParams(conv_weight, module.A_log.detach(), module.dt_bias.detach())
 
 
 def plain_linear(module: Any) -> bool:

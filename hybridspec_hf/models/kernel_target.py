@@ -1,13 +1,13 @@
 """The split forward for up to 16 tokens as a sequence of kernel launches: capture-safe, over the model's own weights.
 
 `SplitTarget` runs the model's modules one by one and works everywhere; this runs the same layers with the project's
-kernels, reads every length on the GPU, and writes static buffers only. `why_not` says when a target cannot run so.
+kernels, reads every length on the GPU, and writes static buffers only. `kernel_support.py` says when it cannot.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.state import RouterBoundary
@@ -33,7 +33,7 @@ from hybridspec_kernels import (
     swiglu_linear,
 )
 
-from .base import SplitTarget, plain_linear
+from .base import SplitTarget
 
 # how many rotary rows are computed at once
 ROTARY_CHUNK = 32768
@@ -86,17 +86,18 @@ class KernelTarget:
             channels = self._rotary(positions)[0].shape[-1]
             self.cos, self.sin = buffer(capacity, channels), buffer(capacity, channels)
         if split.top_k:
-            # Stage 1 takes up Layer 0's gate logits where Stage 0 left them
-            self.boundary_logits = buffer(W, split.num_experts + 1)
+            # Stage 1 takes up Layer 0's shared expert where Stage 0 left it
+            self.boundary_front = buffer(W, sum(map(len, front_weights(split.layers[0].mlp))))
             self.routing = Routing.allocate(W, split.top_k, self.hidden.dtype, device)
             self.slots = ExpertSlots.allocate(W, split.top_k, device)
-            inner = max(max(experts.down.shape[2], len(experts.shared_gate)) for experts in self._experts())
+            inner = max(max(e.down.shape[2], e.shared_down.shape[1]) for e in self._experts())
             self.act = buffer(len(self.slots.expert), MAX_TOKENS, inner)
             self.expert_outputs = buffer(len(self.slots.expert), MAX_TOKENS, split.hidden_size)
         dense = [len(layer.mlp.gate_proj.weight) for layer in split.layers if hasattr(layer.mlp, "gate_proj")]
         self.dense = buffer(W, max(dense, default=0))
         # sums in parts, of whatever narrow layer ran last
-        self.parts = torch.zeros(MAX_PARTS * W * max(split.hidden_size, split.num_experts + 1), device=device)
+        fronts = [sum(map(len, front_weights(x.mlp))) for x in split.layers if hasattr(x.mlp, "experts")]
+        self.parts = torch.zeros(MAX_PARTS * W * max(split.hidden_size, *fronts, 0), device=device)
 
     def _experts(self) -> list[ExpertWeights]:
         return [expert_weights(layer.mlp) for layer in self.split.layers if hasattr(layer.mlp, "experts")]
@@ -131,9 +132,9 @@ class KernelTarget:
         self.norm(layer.input_layernorm, residual, None, self.hidden[:u])
         self.norm(layer.post_attention_layernorm, residual, self.mix_tokens(0, self.hidden[:u]), hidden)
         if self.top_k:
-            logits, mlp = self.boundary_logits[:u], layer.mlp
-            linear(hidden, (mlp.gate.weight, mlp.shared_expert_gate.weight), logits, overlap=True)
-            moe_route(logits, self.boundary_routing(boundary), None, overlap=True)
+            front = self.boundary_front[:u]
+            linear(hidden, front_weights(layer.mlp), front, overlap=True)
+            moe_route(front, self.boundary_routing(boundary), None, experts=self.num_experts, overlap=True)
 
     def stage1(self, w: int, cache: TargetCache, boundary: RouterBoundary, features: Tensor | None) -> Tensor:
         """Layer 0 from its experts on, then the other layers, see `Target.stage1`; uses up the boundary's residual."""
@@ -216,8 +217,9 @@ class KernelTarget:
         mlp, hidden = self.split.layers[0].mlp, boundary.hidden[:w]
         if not self.top_k:
             return self.mlp(mlp, hidden)
-        moe_route(self.boundary_logits[:w], self.boundary_routing(boundary), self.slots, choose=False, overlap=True)
-        return self.run_experts(mlp, hidden)
+        front, routing = self.boundary_front[:w], self.boundary_routing(boundary)
+        moe_route(front, routing, self.slots, experts=self.num_experts, choose=False, overlap=True)
+        return self.run_experts(mlp, hidden, front)
 
     def boundary_routing(self, boundary: RouterBoundary) -> Routing:
         """The boundary's experts, where the routing kernel writes and reads them."""
@@ -227,73 +229,29 @@ class KernelTarget:
         """A layer's MLP or MoE block on `[w, H]`."""
         w = len(hidden)
         if hasattr(module, "experts"):
-            logits = self.summed(hidden, module.gate.weight, module.shared_expert_gate.weight)
-            moe_route(logits, self.routing, self.slots, overlap=True)
-            return self.run_experts(module, hidden)
+            front = self.summed(hidden, *front_weights(module))
+            moe_route(front, self.routing, self.slots, experts=self.num_experts, overlap=True)
+            return self.run_experts(module, hidden, front)
         inner = self.dense[:w]
         swiglu_linear(hidden, module.gate_proj.weight, module.up_proj.weight, inner, overlap=True)
         return self.summed(inner, module.down_proj.weight)
 
-    def run_experts(self, module: Any, hidden: Tensor) -> Delta:
+    def run_experts(self, module: Any, hidden: Tensor, front: Tensor) -> Delta:
         """Routed and shared experts of the listed slots; the norm behind them adds up each token's."""
         weights = expert_weights(module)
-        moe_experts(hidden, self.slots, self.top_k, weights, self.act, self.expert_outputs, overlap=True)
+        moe_experts(hidden, self.slots, self.top_k, weights, front, self.act, self.expert_outputs, overlap=True)
         return self.slots
 
 
 def expert_weights(module: Any) -> ExpertWeights:
     """The weights of an MoE block where transformers keeps them."""
+    experts = module.experts
+    return ExpertWeights(experts.gate_up_proj, experts.down_proj, module.shared_expert.down_proj.weight)
+
+
+def front_weights(module: Any) -> tuple[Tensor, ...]:
+    """What of an MoE block does not wait for its router: the router, the shared expert's gate, and its projections."""
     shared = module.shared_expert
-    return ExpertWeights(
-        module.experts.gate_up_proj,
-        module.experts.down_proj,
-        *(layer.weight for layer in (shared.gate_proj, shared.up_proj, shared.down_proj)),
-    )
-
-
-def why_not(split: SplitTarget, cache: TargetCache) -> str | None:
-    """None if the kernels can run this target's rounds on this cache, else the reason in words."""
-    if not cache.gdn.kernels:
-        return "the GDN kernels do not run here"
-    if any(rows is None for rows in split.gdn_rows):
-        return "a GDN projection is more than a plain linear layer"
-    for name, module in kernel_modules(split):
-        if not computes_plainly(module):
-            return f"{name} ({type(module).__name__}) is more than its plain transformers layer"
-    dtypes = {p.dtype for _, module in kernel_modules(split) for p in module.parameters(recurse=False)}
-    if dtypes != {split.cache_shape.dtype}:
-        return f"the layers mix dtypes ({', '.join(sorted(map(str, dtypes)))})"
-    return None
-
-
-def kernel_modules(split: SplitTarget) -> list[tuple[str, Any]]:
-    """Every module whose weights the kernels read in place of calling it."""
-    found = [("embed_tokens", split.embed_tokens), ("lm_head", split.lm_head), ("norm", split.norm)]
-    for i, layer in enumerate(split.layers):
-        skipped = ("conv1d", "in_proj")
-        for name, module in layer.named_modules():
-            if next(module.parameters(recurse=False), None) is not None and not name.split(".")[-1].startswith(
-                skipped
-            ):
-                # a GDN layer's own parameters are read by SplitTarget too
-                if module is not split.mixers[i]:
-                    found.append((f"layers.{i}.{name}", module))
-    return found
-
-
-def computes_plainly(module: Any) -> bool:
-    """Whether a module is of a kind that the kernels know and does nothing besides."""
-    if isinstance(module, nn.Linear):
-        return plain_linear(module)
-    parameters = list(module.parameters(recurse=False))
-    plain_parameters = all(type(p) is nn.Parameter and p.is_contiguous() for p in parameters)
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if not plain_parameters or hooked:
-        return False
-    if type(module) is nn.Embedding:
-        return module.max_norm is None
-    kind = type(module)
-    return kind.__module__.startswith("transformers.models.qwen3") and kind.__name__.endswith(KNOWN)
-
-
-KNOWN = ("RMSNorm", "RMSNormGated", "TopKRouter", "Experts")
+    return (
+        module.gate.weight, module.shared_expert_gate.weight, shared.gate_proj.weight, shared.up_proj.weight
+    )  # fmt: skip

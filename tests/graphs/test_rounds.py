@@ -9,6 +9,7 @@ from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 
 import hybridspec_hf
 from hybridspec_hf.engine import get_engine
+from hybridspec_hf.graphs.capture import CaptureError
 from hybridspec_hf.graphs.rounds import GraphedRounds
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +38,13 @@ def plain(model, ids, new_tokens):
 
 
 LAUNCHES = {"parent": "parent graph", "per-length": "per-length graphs", "off": "kernels"}
+
+
+def test_prompts_of_every_length():
+    model, drafter = pair()
+    for n in range(1, 41):
+        ids = torch.randint(1, 90, (1, n), device="cuda")
+        assert torch.equal(generate(model, drafter, ids, 12, policy="full").sequences, plain(model, ids, 12)), n
 
 
 @pytest.mark.parametrize("graphs", LAUNCHES)
@@ -74,6 +82,22 @@ def test_caches_of_a_graph_are_those_of_single_launches():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("first", ["off", "parent"])
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_a_capture_behind_other_requests_leaves_the_cache_alone(first, rounds):
+    # what the last round of the first request committed must not be committed again by a capture
+    for policy in ("static:5", "hybridspec", "nominal"):
+        model, drafter = pair()
+        ids = torch.randint(1, 90, (1, 5), device="cuda")
+        want = plain(model, ids, 40)
+        generate(
+            model, drafter, ids, 40, policy="full", graphs=first, rounds_per_launch=1 if first == "off" else rounds
+        )
+        for _ in range(2):
+            out = generate(model, drafter, ids, 40, policy=policy, rounds_per_launch=rounds)
+            assert torch.equal(out.sequences, want)
+
+
 def test_requests_of_mixed_lengths_on_the_same_graphs():
     model, drafter = pair()
     captured = []
@@ -100,6 +124,19 @@ def generate_until(model, drafter, ids, eos):
         input_ids=ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, eos_token_id=eos,
         generation_mode="hybridspec", hybridspec_config=config, return_dict_in_generate=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("rounds", [3, 16])
+def test_several_rounds_a_launch(rounds):
+    model, drafter = pair()
+    for n, new in ((5, 40), (2, 1), (9, 2), (30, 100)):
+        ids = torch.randint(1, 90, (1, n), device="cuda")
+        for policy in ("full", "hybridspec"):
+            out = generate(model, drafter, ids, new, policy=policy, rounds_per_launch=rounds)
+            assert torch.equal(out.sequences, plain(model, ids, new))
+            assert new == 1 or out.report.launches == f"parent graph of up to {rounds} rounds"
+        out = generate(model, None, ids, new, rounds_per_launch=rounds)
+        assert torch.equal(out.sequences, plain(model, ids, new))
 
 
 def test_two_engines_in_one_process():
@@ -136,7 +173,8 @@ def test_no_memory_grows_over_many_requests():
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    for _ in range(12):
+    # 200 requests
+    for _ in range(50):
         some()
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
@@ -148,12 +186,58 @@ def test_a_capture_that_fails_falls_back_with_a_warning(monkeypatch):
 
     def refuse(self):
         self.r.state.remaining.zero_()
-        raise RuntimeError("Capturing Stage 1 of 3 tokens failed with ValueError: deliberate")
+        raise CaptureError("Capturing Stage 1 of 3 tokens failed with ValueError: deliberate")
 
-    monkeypatch.setattr(GraphedRounds, "_capture", refuse)
+    monkeypatch.setattr(GraphedRounds, "_build", refuse)
     with pytest.warns(UserWarning, match="rounds run without graphs: Capturing Stage 1 of 3 tokens"):
         out = generate(model, drafter, ids, 20, policy="full")
     assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "kernels"
+
+
+def test_a_kernel_that_fails_leaves_the_rounds_to_the_modules(monkeypatch):
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+
+    def refuse(self):
+        self.r.state.remaining.zero_()
+        raise ValueError("deliberate")
+
+    monkeypatch.setattr(GraphedRounds, "_build", refuse)
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match="one by one, without graphs: a kernel failed with ValueError: deliberate"
+        ):
+            out = generate(model, drafter, ids, 20, policy="full")
+        assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "modules"
+
+
+def test_a_streamer_that_raises_leaves_clean_buffers():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    want = plain(model, ids, 30)
+
+    class Raises:
+        def put(self, value):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 4:
+                raise KeyError("deliberate")
+
+    options = {"do_sample": False, "max_new_tokens": 30, "generation_mode": "hybridspec", "assistant_model": drafter}
+    for _ in range(3):
+        try:
+            model.generate(input_ids=ids, streamer=Raises(), **options)
+        except KeyError:
+            assert torch.equal(model.generate(input_ids=ids, **options), want)
+
+
+def test_inference_mode_and_then_without():
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    want = plain(model, ids, 20)
+    with torch.inference_mode():
+        assert torch.equal(generate(model, drafter, ids, 20).sequences, want)
+    assert torch.equal(generate(model, drafter, ids, 20).sequences, want)
+    assert torch.equal(generate(model, None, ids, 20).sequences, want)
 
 
 def test_hooked_modules_run_as_modules_and_say_so():

@@ -7,13 +7,15 @@ from support.kernels import needs_triton
 from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 from torch import nn
 
+from hybridspec_generation.decode import read_round
 from hybridspec_generation.gdn import make_gdn
 from hybridspec_generation.policies import FixedLength
 from hybridspec_generation.round import run_round
 from hybridspec_hf.drafters.block import DraftContext
 from hybridspec_hf.drafters.kernel_drafter import KernelDrafter
 from hybridspec_hf.models import split_target
-from hybridspec_hf.models.kernel_target import KernelTarget, why_not
+from hybridspec_hf.models.kernel_support import why_not
+from hybridspec_hf.models.kernel_target import KernelTarget
 
 LAYERS = (0, 2, 3)
 
@@ -53,7 +55,7 @@ def test_rounds_equal_the_eager_ones(family):
                 r.policy.length = length
                 run_round(r)
             a, b = kernels.state, eager.state
-            assert a.readout.tolist()[:6] == b.readout.tolist()[:6]
+            assert read_round(a)[1:] == read_round(b)[1:]
             assert torch.equal(a.emitted[: int(a.num_committed)], b.emitted[: int(b.num_committed)])
             assert torch.equal(a.proposal, b.proposal)
             torch.testing.assert_close(a.confidence, b.confidence, rtol=1e-3, atol=1e-5)
@@ -94,5 +96,32 @@ def test_what_only_modules_can_run_is_left_to_them(family):
     target.lm_head.half()
     assert "mix dtypes" in why_not(target, cache)
     target.lm_head.float()
+    for module in (target.layers[1].mlp, target.layers[1].post_attention_layernorm):
+        handle = module.register_forward_hook(lambda *_: None)
+        assert "layers.1." in why_not(target, cache)
+        handle.remove()
+    mlp = target.layers[1].mlp
+    owner = getattr(mlp, "shared_expert", mlp)
+    owner.act_fn, act_fn = nn.GELU(), owner.act_fn
+    assert "act_fn (GELU)" in why_not(target, cache)
+    owner.act_fn = act_fn
+    if target.top_k:
+        mlp.gate.top_k = 2
+        assert "another number of experts" in why_not(target, cache)
+        mlp.gate.top_k = target.top_k
+        mlp.gate.norm_topk_prob = False
+        assert "does not renormalise" in why_not(target, cache)
+        mlp.gate.norm_topk_prob = True
+    assert why_not(target, cache) is None
     cache.gdn.kernels = False
     assert why_not(target, cache) == "the GDN kernels do not run here"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "sizes, reason", [({"head_dim": 264}, "264 channels"), ({"mlp_only_layers": [0]}, "is dense")]
+)
+def test_sizes_and_layouts_that_the_kernels_lack(sizes, reason):
+    target = split_target(tiny_target("qwen3_next", **sizes))
+    cache, _ = kernel_cache(tiny_target("qwen3_next", **sizes), target, torch.tensor([[3, 4, 5]]))
+    assert reason in why_not(target, cache)

@@ -77,6 +77,27 @@ def test_prepare_matches_reference(w, HQ, HKV, D, R, gated, zero_centered):
         assert not cache[:, :9].any() and not cache[:, 9 + w :].any(), "other slots are not touched"
 
 
+@needs_triton
+def test_prepare_of_several_layers_is_that_of_each():
+    w, L, HKV, D, capacity = 5, 3, 2, 16, 30
+    projected, norms = torch.randn(w, L * 2 * HKV * D, device=DEVICE), torch.randn(L, D, device=DEVICE)
+    rotary, start = tables(capacity, D, torch.float32), on_device(4)
+    options = dict(query_heads=0, gated=False, zero_centered=False, eps=EPS)
+    got = [torch.zeros(L, HKV, capacity, D, device=DEVICE) for _ in range(2)]
+    attention_prepare(projected, None, norms, *rotary, start, None, *got, **options)
+    for i, part in enumerate(projected.chunk(L, dim=1)):
+        want = [torch.zeros(HKV, capacity, D, device=DEVICE) for _ in range(2)]
+        attention_prepare(part.contiguous(), None, norms[i], *rotary, start, None, *want, **options)
+        assert torch.equal(got[0][i], want[0]) and torch.equal(got[1][i], want[1])
+    refs = [torch.zeros_like(t) for t in got]
+    attention_prepare_ref(projected, None, norms, *rotary, start, None, *refs, **options)
+    for a, b in zip(got, refs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="several layers take no query heads"):
+        q = torch.zeros(w, 2, D, device=DEVICE)
+        attention_prepare(projected, norms[0], norms, *rotary, start, q, *got, **options | {"query_heads": 2})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prepare_reference_is_the_models(dtype):
     w, HQ, HKV, D, R, start = 5, 4, 2, 32, 8, 3

@@ -33,8 +33,11 @@ def test_linear_matches_ref(w, D, sizes):
     assert error(out, exact(linear_ref, x, (tuple(t.double() for t in weights),), sum(sizes))) <= 1e-6
 
 
+PARTS = [(1, 512, (40,), 2), (5, 700, (33, 1), 4), (3, 130, (16,), 8), (2, 1536, (20,), 4)]
+
+
 @needs_triton
-@pytest.mark.parametrize("w, D, sizes, parts", [(1, 512, (40,), 2), (5, 700, (33, 1), 4), (3, 130, (16,), 8)])
+@pytest.mark.parametrize("w, D, sizes, parts", PARTS)
 def test_parts_add_up(w, D, sizes, parts):
     x, weights = torch.randn(w, D, device=DEVICE), tuple(random_linear(n, D) for n in sizes)
     out, want = poisoned(parts, w, sum(sizes)), poisoned(parts, w, sum(sizes))
@@ -42,6 +45,17 @@ def test_parts_add_up(w, D, sizes, parts):
     linear_ref(x, weights, want)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     assert error(out.sum(0), exact(linear_ref, x, (tuple(t.double() for t in weights),), sum(sizes))) <= 1e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("D, parts", [(1536, 4), (3072, 8), (2560, 8)])
+def test_parts_end_where_the_next_begins(D, parts):
+    # 16-bit tiles are wider than a part
+    x, weight = torch.randn(2, D, device=DEVICE).half(), random_linear(20, D, torch.float16)
+    out, want = poisoned(parts, 2, 20), poisoned(parts, 2, 20, dtype=torch.float64)
+    linear(x, (weight,), out)
+    linear_ref(x.double(), (weight.double(),), want)
+    assert error(out, want) <= 1e-5
 
 
 @needs_triton

@@ -1,15 +1,21 @@
-"""Selector and routing correction against plain Python evaluations of Eq. 5 and 6 in float64."""
+"""Selector and routing correction against plain Python evaluations of Eq. 5 and 6 in float64; their kernels."""
 
 import math
 
 import pytest
 import torch
+from gdn_blocks import DEVICE, captured, on_device, poisoned
+from torch import Tensor
 
 from hybridspec_kernels import (
     conditional_acceptance_ref,
+    correct_length,
     correct_length_ref,
+    fix_length,
+    limit_length_ref,
     new_experts_ref,
     prefix_probabilities_ref,
+    select_length,
     select_length_ref,
 )
 
@@ -129,3 +135,215 @@ def test_acceptance_table_with_repeated_knots_is_a_step():
     high = conditional_acceptance_ref(torch.tensor([0.51, 1.0]), torch.ones(2), knots, values, weights)
     torch.testing.assert_close(low, torch.sigmoid(torch.tensor([0.1, 0.1])))
     torch.testing.assert_close(high, torch.sigmoid(torch.tensor([0.9, 0.9])))
+
+
+class Signals:
+    """A random round: what `select_length` reads (fp32), with the corners of each range in it."""
+
+    def __init__(self, D: int, knots: int) -> None:
+        self.confidence = torch.rand(D) * 1.2 - 0.1
+        self.entropy = 10 ** (torch.rand(D) * 9 - 8)
+        self.entropy[torch.rand(D) < 0.1] = 0.0
+        self.entropy[torch.rand(D) < 0.1] = 12.0
+        # a coarse grid: equal knots, and confidences that lie on one
+        grid = torch.rand(D, knots) if torch.rand(()) < 0.5 else torch.randint(0, 9, (D, knots)) / 8
+        self.knots = grid.sort(1).values
+        on_knot = torch.rand(D) < 0.2
+        self.confidence[on_knot] = self.knots[on_knot, knots // 2]
+        self.values = torch.rand(D, knots).sort(1).values
+        self.weights = torch.randn(6) * torch.tensor([1.0, 4.0, 1.0, 1.0, 0.5, 0.2])
+        cost = torch.rand(D).mul(0.01).cumsum(0)
+        self.cost, self.rho = torch.cat([torch.zeros(2), cost]), torch.rand(1) * 150
+        for name, value in vars(self).items():
+            setattr(self, name, value.to(DEVICE))
+
+    def select(self, remaining: int, extra: int) -> tuple[Tensor, int, int]:
+        """What the kernel writes: prefix probabilities, w0 and u."""
+        prefix, w0, u = poisoned(len(self.knots)), *(poisoned(1, dtype=torch.int32) for _ in range(2))
+        select_length(
+            self.confidence, self.entropy, torch.tensor([remaining], device=DEVICE), self.knots, self.values,
+            self.weights, self.cost, self.rho, prefix, w0, u, extra_tokens=extra,
+        )  # fmt: skip
+        return prefix, int(w0), int(u)
+
+    def truth(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Float64: prefix probabilities, the score of every length and the numbers that it is made of."""
+        signals = (self.confidence, self.entropy, self.knots, self.values, self.weights)
+        prefix = prefix_probabilities_ref(conditional_acceptance_ref(*(t.double() for t in signals)))
+        gain, cost = 1 + prefix.cumsum(0), self.rho.double() * self.cost[2:].double()
+        return prefix, gain - cost, gain + cost
+
+
+def within_budget(wanted: int, remaining: int, block: int) -> int:
+    return min(wanted, max(2, min(remaining, block)))
+
+
+@pytest.mark.parametrize("knots", [2, 13, 64])
+@pytest.mark.parametrize("D", [1, 3, 7, 15, 17, 63])
+def test_select_kernel_equals_float64(D, knots):
+    pytest.importorskip("triton")
+    chosen = set()
+    for case in range(40 if D <= 15 else 5):
+        signals = Signals(D, knots)
+        remaining, extra = int(torch.randint(0, D + 4, ())), case % 2
+        prefix, w0, u = signals.select(remaining, extra)
+        want, score, size = signals.truth()
+        torch.testing.assert_close(prefix.double(), want, rtol=0, atol=1e-6)
+        best = int(select_length_ref(want, signals.cost.double(), signals.rho.double()))
+        assert w0 == best or score[best - 2] - score[w0 - 2] < 1e-6 * size[best - 2]
+        assert u == within_budget(w0 + extra, remaining, D + 1)
+        chosen.add(w0)
+    assert len(chosen) > min(D, 3) - 1
+
+
+def test_select_kernel_ties_go_to_the_shorter():
+    pytest.importorskip("triton")
+    signals = Signals(D, 5)
+    # every acceptance probability is 1/2 exactly; from 4 on a token costs what it gains
+    signals.weights.zero_()
+    gain = 0.5 ** torch.arange(1.0, D + 1, device=DEVICE)
+    gain[:2] *= 0.5
+    signals.cost, signals.rho = torch.cat([gain.new_zeros(2), gain.cumsum(0)]), gain.new_ones(1)
+    prefix, w0, _ = signals.select(99, 0)
+    assert w0 == 3 and torch.equal(prefix, 0.5 ** torch.arange(1.0, D + 1, device=DEVICE))
+
+
+@pytest.mark.parametrize("name", ["confidence", "entropy", "knots", "values", "weights", "cost", "rho"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_select_kernel_stays_in_bounds(name, number):
+    pytest.importorskip("triton")
+    for place in (0, 4, ...):
+        signals = Signals(D, 5)
+        values = getattr(signals, name)
+        values[0 if len(values) == 1 else place] = number
+        prefix, w0, u = signals.select(6, 1)
+        assert 2 <= w0 <= W and 2 <= u <= 6
+        if math.isnan(number) and name in ("confidence", "entropy"):
+            # as in the reference: the tokens in front of the NaN count as ever
+            assert w0 <= 2 + (place if place != ... else 0) and bool(prefix[4:].isnan().all())
+            assert w0 == int(select_length_ref(prefix, signals.cost, signals.rho))
+
+
+class Boundary:
+    """A random router boundary: what `correct_length` reads."""
+
+    def __init__(self, D: int, top_k: int, experts: int) -> None:
+        W = D + 1
+        self.w0 = int(torch.randint(2, W + 1, ()))
+        self.u = within_budget(self.w0 + 1, int(torch.randint(0, W + 4, ())), W)
+        self.prefix = torch.rand(D).pow(0.2).cumprod(0)
+        self.ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(W)])
+        self.cost = torch.cat([torch.zeros(2), torch.rand(W - 1).cumsum(0)])
+        self.s, self.eta, self.rho = torch.rand(1) * 0.3, torch.rand(1) * 0.1, torch.rand(1) * 2
+        self.mean, self.given = torch.rand(W + 1) * 8, torch.rand(W + 1, top_k + 1) * 8
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(DEVICE))
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """In the order of the arguments."""
+        return self.cost, self.s, self.eta, self.mean, self.given, self.rho
+
+    def correct(self) -> int:
+        """What the kernel writes."""
+        out = poisoned(1, dtype=torch.int32)
+        correct_length(on_device(self.w0), on_device(self.u), self.prefix, self.ids, *self.tables(), out)
+        return int(out)
+
+    def is_tie(self) -> bool:
+        """Whether Eq. 6 compares numbers that fp32 cannot tell apart."""
+        new = int(new_experts_ref(self.ids)[min(self.w0, len(self.ids) - 1)])
+        cost, s, eta, mean, given, rho = (t.double().cpu() for t in self.tables())
+        w0 = min(self.w0, len(self.ids) - 1)
+        parts = torch.stack([cost[w0 + 1], -cost[w0], -s[0], eta[0] * given[w0, new], -eta[0] * mean[w0]]) * rho
+        gap = float(self.prefix[w0 - 1]) - float(parts.sum())
+        return abs(gap) < 1e-6 * float(parts.abs().sum() + self.prefix[w0 - 1])
+
+
+@pytest.mark.parametrize("top_k, experts", [(1, 4), (4, 12), (8, 64), (10, 16)])
+@pytest.mark.parametrize("D", [1, 3, 7, 15])
+def test_correct_kernel_equals_float64(D, top_k, experts):
+    pytest.importorskip("triton")
+    kept = []
+    for _ in range(32):
+        b = Boundary(D, top_k, experts)
+        lengths = on_device(b.w0), on_device(b.u)
+        new, tables = new_experts_ref(b.ids), (t.double() for t in b.tables())
+        want = min(int(correct_length_ref(*lengths, b.prefix.double(), new, *tables)), b.u)
+        got = b.correct()
+        assert got == want or (b.is_tie() and got in (b.w0, b.w0 + 1) and got <= b.u)
+        kept.append(got > b.w0)
+    assert D == 1 or 0 < sum(kept) < 32
+
+
+def test_correct_kernel_ignores_what_stage0_did_not_reach():
+    pytest.importorskip("triton")
+    for _ in range(8):
+        b = Boundary(D, 4, 12)
+        before = b.correct()
+        b.ids[b.u :] = torch.randint(-(2**62), 2**62, b.ids[b.u :].shape, device=DEVICE)
+        assert b.correct() == before
+
+
+def test_correct_kernel_stays_in_bounds():
+    pytest.importorskip("triton")
+    for name in ("prefix", "cost", "s", "eta", "mean", "given", "rho"):
+        b = Boundary(D, 4, 12)
+        b.w0, b.u = 5, 6
+        getattr(b, name).fill_(math.nan)
+        # a comparison with NaN fails
+        assert b.correct() == 5
+
+
+@pytest.mark.parametrize("remaining", [-3, 0, 1, 2, 3, 15, 16, 17, 2**40])
+@pytest.mark.parametrize("block, length", [(1, 1), (2, 2), (16, 2), (16, 3), (16, 16)])
+def test_fix_length_equals_the_reference(block, length, remaining):
+    pytest.importorskip("triton")
+    w0, u = (poisoned(1, dtype=torch.int32) for _ in range(2))
+    budget = torch.tensor([remaining], device=DEVICE)
+    fix_length(length, budget, w0, u, block=block)
+    want = min(length, max(min(2, block), min(remaining, block)))
+    assert int(w0) == length and int(u) == want == int(limit_length_ref(w0, budget, block))
+
+
+def test_selection_kernels_refuse_what_they_would_read_wrongly():
+    pytest.importorskip("triton")
+    signals, b = Signals(D, 5), Boundary(D, 4, 12)
+    signals.entropy = signals.entropy.double()
+    with pytest.raises(ValueError, match=r"entropy is \[15\] torch.float64.*\[15\] torch.float32"):
+        signals.select(9, 1)
+    with pytest.raises(ValueError, match=r"knots is \[64, 5\]; select_length takes.*select_length_ref"):
+        Signals(64, 5).select(9, 1)
+    b.ids = b.ids.int()
+    with pytest.raises(ValueError, match=r"expert_ids is .*torch.int32.*torch.int64"):
+        b.correct()
+    b.ids = b.ids[:, :0]
+    with pytest.raises(ValueError, match=r"expert_ids is \[16, 0\]; correct_length takes"):
+        b.correct()
+    with pytest.raises(ValueError, match=r"remaining is .*torch.int32.*torch.int64"):
+        fix_length(2, on_device(2), on_device(0), on_device(0), block=16)
+
+
+@pytest.mark.gpu
+def test_selection_kernels_in_a_graph():
+    signals, b = Signals(D, 33), Boundary(D, 8, 256)
+    remaining, prefix = torch.tensor([40], device=DEVICE), poisoned(D)
+    w0, u, w = (poisoned(1, dtype=torch.int32) for _ in range(3))
+
+    def launch() -> None:
+        select_length(
+            signals.confidence, signals.entropy, remaining, signals.knots, signals.values, signals.weights,
+            signals.cost, signals.rho, prefix, w0, u, extra_tokens=1, overlap=True,
+        )  # fmt: skip
+        correct_length(w0, u, prefix, b.ids, *b.tables(), w, overlap=True)
+
+    graph = captured(launch)
+    for _ in range(20):
+        other = Signals(D, 33)
+        signals.confidence.copy_(other.confidence)
+        signals.entropy.copy_(other.entropy)
+        graph.replay()
+        want, *_ = signals.truth()
+        torch.testing.assert_close(prefix.double(), want, rtol=0, atol=1e-6)
+        b.w0, b.u, b.prefix = int(w0), int(u), prefix
+        assert b.u == within_budget(b.w0 + 1, 40, W) and int(w) == b.correct()

@@ -3,7 +3,8 @@
 import random
 
 import torch
-from torch import Tensor
+
+from hybridspec_kernels import limit_length_ref
 
 
 class RandomLengths:
@@ -15,8 +16,10 @@ class RandomLengths:
 
     def select(self, state) -> None:
         state.nominal_length.fill_(self.random.randint(2, self.block))
+        wanted = state.nominal_length + self.extra_tokens
+        state.stage0_length.copy_(limit_length_ref(wanted, state.remaining, self.block))
 
-    def correct(self, state) -> Tensor:
-        covered = state.stage0_length == state.nominal_length + 1
+    def correct(self, state) -> None:
         keep = self.random.random() < 0.5 and self.extra_tokens
-        return state.nominal_length + (covered.to(torch.int32) if keep else 0)
+        longest = state.nominal_length + int(keep)
+        torch.minimum(longest, state.stage0_length, out=state.verify_length)

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-from torch import Tensor
-
 from ..state import RoundState
 
 
@@ -11,15 +9,17 @@ class LengthPolicy(Protocol):
     """Chooses the nominal length before the target runs, and may correct it at the router boundary.
 
     Attributes:
-        extra_tokens: tokens beyond w0 that Stage 0 processes: 1 with the routing correction, else 0.
+        corrects: whether `correct` decides something that Stage 0 had to show.
+
+    No length may exceed what the output budget allows (`hybridspec_kernels.limit_length_ref`).
     """
 
-    extra_tokens: int
+    corrects: bool
 
     def select(self, state: RoundState) -> None:
-        """Write `state.nominal_length` (and `state.prefix_prob` if it estimates acceptance)."""
+        """Write `nominal_length`, `stage0_length` and, if it estimates acceptance, `prefix_prob`."""
         ...
 
-    def correct(self, state: RoundState) -> Tensor:
-        """Return w_c, `[1]`, int32, after Stage 0 has filled the router boundary."""
+    def correct(self, state: RoundState) -> None:
+        """Write `verify_length`, at most `stage0_length`, after Stage 0 has filled the router boundary."""
         ...

@@ -1,6 +1,8 @@
 """The same length every round: `static:N`, `full` (vanilla DFlash, N = W) and autoregressive decoding (N = 1)."""
 
-from torch import Tensor
+import torch
+
+from hybridspec_kernels import fix_length, fix_length_ref
 
 from ..state import RoundState
 
@@ -8,15 +10,16 @@ from ..state import RoundState
 class FixedLength:
     """Verify `length` tokens in every round."""
 
-    extra_tokens = 0
+    corrects = False
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def select(self, state: RoundState) -> None:
-        """Write the fixed length."""
-        state.nominal_length.fill_(self.length)
+        """Write the fixed length, and what the budget allows of it."""
+        fix = fix_length if state.kernels else fix_length_ref
+        fix(self.length, state.remaining, state.nominal_length, state.stage0_length, block=state.block)
 
-    def correct(self, state: RoundState) -> Tensor:
-        """Keep it."""
-        return state.nominal_length
+    def correct(self, state: RoundState) -> None:
+        """Verify what Stage 0 ran on."""
+        torch.minimum(state.nominal_length, state.stage0_length, out=state.verify_length)

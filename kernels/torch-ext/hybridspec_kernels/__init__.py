@@ -5,6 +5,7 @@ exists, `<op>` launches it. Tensors in, tensors out: nothing here knows a model,
 `kernels/README.md` derives the equations that the docstrings cite.
 """
 
+from .acceptance.greedy import Emission, accept_greedy, accept_greedy_ref
 from .attention.prepare import attention_prepare, attention_prepare_ref
 from .attention.verify import AttentionScratch, attention_splits, attention_verify, attention_verify_ref
 from .checks import INPUT_DTYPES, MAX_TOKENS
@@ -28,8 +29,9 @@ from .moe.route import ExpertSlots, Routing, moe_route, moe_route_ref, moe_slots
 from .norm.add_rms import add_rms_norm, add_rms_norm_ref
 from .norm.gated_rms import gated_rms_norm, gated_rms_norm_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
-from .selection.correct import correct_length_ref, new_experts_ref
-from .selection.select import select_length_ref
+from .selection.correct import correct_length, correct_length_ref, new_experts_ref
+from .selection.limit import fix_length, fix_length_ref, limit_length_ref
+from .selection.select import select_length, select_length_ref
 from .triton_support import compile_only, has_kernels
 
 __all__ = [
@@ -37,11 +39,14 @@ __all__ = [
     "MAX_TOKENS",
     "AttentionScratch",
     "CompactFactors",
+    "Emission",
     "ExpertSlots",
     "ExpertWeights",
     "GDNProjection",
     "HeadScratch",
     "Routing",
+    "accept_greedy",
+    "accept_greedy_ref",
     "add_rms_norm",
     "add_rms_norm_ref",
     "attention_prepare",
@@ -55,7 +60,10 @@ __all__ = [
     "conv_commit_ref",
     "conv_verify",
     "conv_verify_ref",
+    "correct_length",
     "correct_length_ref",
+    "fix_length",
+    "fix_length_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
     "gdn_commit",
@@ -78,6 +86,7 @@ __all__ = [
     "head_argmax_ref",
     "head_draft",
     "head_draft_ref",
+    "limit_length_ref",
     "linear",
     "linear_parts",
     "linear_ref",
@@ -92,6 +101,7 @@ __all__ = [
     "prefix_probabilities_ref",
     "replay_ref",
     "ring_capacity",
+    "select_length",
     "select_length_ref",
     "swiglu_linear",
     "swiglu_linear_ref",

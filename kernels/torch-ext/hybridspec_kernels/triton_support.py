@@ -26,6 +26,8 @@ except ImportError:
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+_COMPILING = threading.Lock()
+
 Launcher = TypeVar("Launcher", bound=Callable[..., None])
 
 
@@ -110,31 +112,34 @@ def await_previous(USE_PDL: tl.constexpr):
 def compile_only(executor: Executor) -> Iterator[None]:
     """Within the block, this thread's launches run nothing: their kernels are compiled by the executor instead.
 
-    At the block's end all are compiled. Launches of other threads are as ever.
+    At the block's end all are compiled. Launches of other threads are as ever; one thread at a time may be in here.
     """
-    kernel = triton.runtime.jit.JITFunction
-    run, thread = kernel.run, threading.get_ident()
+    kernel, mode = triton.runtime.jit.JITFunction, triton.runtime._async_compile.active_mode
+    with _COMPILING:
+        run, thread = kernel.run, threading.get_ident()
 
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **kwargs)
+        def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == thread, **kwargs)
 
-    kernel.run = warm_up
-    try:
-        with triton.AsyncCompileMode(executor):
-            yield
-    finally:
-        kernel.run = run
+        kernel.run = warm_up
+        try:
+            with triton.AsyncCompileMode(executor):
+                yield
+        finally:
+            kernel.run = run
+            # Triton leaves it behind where a kernel does not compile
+            mode.set(None)
 
 
 if INTERPRETED:
 
     def loop_bound(n: Any) -> int:
-        """A number read from memory, as the end of a `range`; NumPy 2.4 took the interpreter's own way. Call it inside range()."""
+        """A number read from memory, as the end of a `range`; NumPy 2.4 took the interpreter's own way."""
         return int(n.handle.data.item())
 
 else:
 
     @jit
     def loop_bound(n):
-        """A number read from memory, as the end of a `range`; call it inside `range()`."""
+        """A number read from memory, as the end of a `range`; call it inside `range()`, the interpreter needs that."""
         return n

@@ -1,5 +1,7 @@
 """Joint q | k | v projection of w tokens -> normalised, rotated queries, and keys and values in their cache slots."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ def attention_prepare_ref(
     eps: float,
 ) -> None:
     """Normalise and rotate the heads' queries and keys; arguments as of `attention_prepare`, which describes them."""
+    if keys.ndim == 4:
+        options = {"query_heads": 0, "gated": gated, "zero_centered": zero_centered, "eps": eps}
+        for part, norm, k, v in zip(projected.chunk(len(keys), dim=1), k_norm, keys, values, strict=True):
+            attention_prepare_ref(part, None, norm, cos, sin, start, None, k, v, **options)  # type: ignore[arg-type]
+        return
     w, (HKV, _, D) = len(projected), keys.shape
     width = D * (2 if gated else 1)
     q_part, k, v = projected.split([query_heads * width, HKV * D, HKV * D], dim=1)
@@ -60,8 +67,8 @@ def _attention_prepare_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, EPS: tl.constexpr, BD: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: query heads first, then key heads, whose programs copy the values too."""
-    i_t, i_h = tl.program_id(0), tl.program_id(1)
+    """One head of one token of one layer: query heads first, then key heads, whose programs copy the values too."""
+    i_t, i_h, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     WIDTH: tl.constexpr = 2 * D if GATED else D
     N: tl.constexpr = HQ * WIDTH + 2 * HKV * D
     is_query = i_h < HQ
@@ -70,11 +77,12 @@ def _attention_prepare_kernel(
     m_d, rotates = within(o_d, D, BD), o_d < R
     # the other channel of the pair
     o_p = tl.where(o_d < R // 2, o_d + R // 2, o_d - R // 2)
-    norm = k_norm
-    x = projected + i_t * N + HQ * WIDTH + i_kv * D
+    norm = k_norm + i_l * D
+    row = projected + (i_t * tl.num_programs(2) + i_l) * N
+    x = row + HQ * WIDTH + i_kv * D
     if is_query:
         norm = q_norm
-        x = projected + i_t * N + i_h * WIDTH
+        x = row + i_h * WIDTH
     b_w, w_pair = tl.load(norm + o_d, mask=m_d, other=0.0), tl.load(norm + o_p, mask=rotates, other=0.0)
     await_previous(USE_PDL)
 
@@ -97,7 +105,7 @@ def _attention_prepare_kernel(
     if is_query:
         tl.store(q + (i_t * HQ + i_h) * D + o_d, b_y, mask=m_d)
     else:
-        o_kv = (i_kv.to(tl.int64) * capacity + slot) * D + o_d
+        o_kv = ((i_l * HKV + i_kv).to(tl.int64) * capacity + slot) * D + o_d
         tl.store(keys + o_kv, b_y, mask=m_d)
         tl.store(values + o_kv, b_v, mask=m_d)
 
@@ -133,14 +141,16 @@ def attention_prepare(
 
     Args:
         projected: `[w, N]`, columns q | k | v: q is `[HQ, D]`, or `[HQ, 2*D]` with a head's gate behind its query if
-            `gated`; k and v are `[HKV, D]`.
-        q_norm, k_norm: `[D]`, projected's dtype. q_norm and q are None without query heads.
+            `gated`; k and v are `[HKV, D]`. Without query heads also `[w, L*N]`: k | v of L layers.
+        q_norm, k_norm: `[D]` (k_norm of L layers: `[L, D]`), projected's dtype. q_norm and q are None
+            without query heads.
         cos, sin: `[>=capacity, R]`, a row per position, R <= D even: the pairs (i, i + R/2) of the first R channels
             turn, the rest passes. In projected's dtype (products and sum are rounded to it, as transformers rounds
             them) or fp32 (the result is rounded once).
         start: `[1]`, int32 or int64: the slot, and the position, of the first token; start + w <= capacity.
         q: `[w, HQ, D]`, written.
-        keys, values: `[HKV, capacity, D]`, written at slots start to start+w-1.
+        keys, values: `[HKV, capacity, D]`, or of L layers `[L, HKV, capacity, D]`; written at slots start to
+            start+w-1.
         query_heads: HQ; 0 for tokens that only become keys.
         zero_centered: the weight is 1 + k_norm, and the norm is rounded after it (Qwen3.5) instead of before (Qwen3).
         eps: of the norm.
@@ -151,8 +161,8 @@ def attention_prepare(
         ValueError: for a layout or dtype that the kernel does not read, or a device without it.
     """
     check_prepare(projected, q_norm, k_norm, cos, sin, start, q, keys, values, query_heads, gated)
-    w, (HKV, capacity, D) = len(projected), keys.shape
-    _attention_prepare_kernel[(w, query_heads + HKV)](
+    w, (HKV, capacity, D), layers = len(projected), keys.shape[-3:], len(keys) if keys.ndim == 4 else 1
+    _attention_prepare_kernel[(w, query_heads + HKV, layers)](
         projected, k_norm if q_norm is None else q_norm, k_norm, cos, sin, start, projected if q is None else q,
         keys, values, capacity,
         HQ=query_heads, HKV=HKV, D=D, R=cos.shape[1], GATED=gated, ZERO_CENTERED=zero_centered, EPS=eps,
@@ -168,11 +178,15 @@ def check_prepare(
 ) -> None:  # fmt: skip
     """Raise ValueError for inputs that the kernel would read wrongly."""
     check_input_dtype("projected", projected)
-    w, dtype, (HKV, capacity, D) = len(projected), projected.dtype, keys.shape
-    check_tensor("projected", projected, (w, query_heads * D * (2 if gated else 1) + 2 * HKV * D))
-    check_tensor("keys", keys, (HKV, capacity, D), dtype)
-    check_tensor("values", values, (HKV, capacity, D), dtype)
-    check_tensor("k_norm", k_norm, (D,), dtype)
+    w, dtype, (HKV, capacity, D) = len(projected), projected.dtype, keys.shape[-3:]
+    layers = keys.shape[:-3]
+    if layers and query_heads:
+        raise ValueError(f"keys is {list(keys.shape)}: several layers take no query heads. Pass query_heads=0.")
+    columns = query_heads * D * (2 if gated else 1) + 2 * HKV * D
+    check_tensor("projected", projected, (w, math.prod(layers) * columns))
+    check_tensor("keys", keys, (*layers, HKV, capacity, D), dtype)
+    check_tensor("values", values, (*layers, HKV, capacity, D), dtype)
+    check_tensor("k_norm", k_norm, (*layers, D), dtype)
     if (q is None or q_norm is None) != (query_heads == 0):
         raise ValueError(f"q and q_norm must be given for {query_heads} query heads. Pass both, or query_heads=0.")
     if q is not None and q_norm is not None:

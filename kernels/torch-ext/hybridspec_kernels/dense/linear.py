@@ -35,7 +35,7 @@ def part_inputs(inputs: int, parts: int) -> int:
 
 
 def linear_parts(outputs: int, inputs: int) -> int:
-    """Into how many parts to cut the sum of a layer whose consumer adds them up: narrow layers busy a whole GPU then."""
+    """Into how many parts to cut a layer's sum, so that a narrow one busies a whole GPU; its consumer adds them up."""
     parts = 1
     while parts < 8 and -(-outputs // 64) * parts < 120 and inputs // (2 * parts) >= 256:
         parts *= 2
@@ -62,7 +62,7 @@ def _linear_kernel(
         weight, first, count, offset = w1, T0, N1, N0
     o_n, o_t, o_d = (i_n - first) * BN + tl.arange(0, BN), tl.arange(0, 16), tl.arange(0, BD)
     m_n, m_t = o_n < count, o_t < W
-    size = D - i_p * RUN
+    size = tl.minimum(D - i_p * RUN, RUN)
     p_w = weight + o_n.to(tl.int64)[:, None] * D + i_p * RUN + o_d[None, :]
     p_x = x + o_t[:, None] * D + i_p * RUN + o_d[None, :]
     start_next(USE_PDL)

@@ -1,1 +1,1 @@
-"""Mixture of experts for few tokens: routing, the list of distinct experts, and their products, each expert read once."""
+"""Mixture of experts for few tokens: routing, the list of distinct experts, their products, each expert read once."""

@@ -1,4 +1,4 @@
-"""Residual stream + the outputs of a token's experts -> the new residual stream and its norm, the next layer's input."""
+"""Residual stream + outputs of each token's experts -> the new residual stream and its norm, the next input."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def moe_combine_norm_ref(
         outputs: `[S, 16, H]`, see `moe_experts`; a token reads its experts' rows only.
         slots: of the w tokens. weight: `[H]`. out: `[w, H]`, written. eps, feature: see `add_rms_norm_ref`.
     """
-    w, count = len(residual), int(slots.count)
+    w, count = len(residual), int(slots.used)
     rows = torch.arange(w, device=residual.device)
 
     wide = torch.promote_types(residual.dtype, torch.float32)
@@ -96,7 +96,7 @@ def moe_combine_norm(
     (w, H), top_k = residual.shape, slots.of_pair.shape[1]
     block = triton.next_power_of_2(H)
     _moe_combine_norm_kernel[(w,)](
-        residual, outputs, slots.count, slots.of_pair, weight, out,
+        residual, outputs, slots.used, slots.of_pair, weight, out,
         residual if feature is None else feature, H if feature is None else feature.stride(0), eps,
         H=H, BH=block, TOPK=top_k, HAS_FEATURE=feature is not None, num_warps=norm_warps(block),
         **launch_options(residual.device, overlap),
@@ -116,7 +116,7 @@ def check_combine(
     (w, H), dtype = residual.shape, residual.dtype
     check_tensor("residual", residual, (w, H))
     check_tensor("outputs", outputs, (len(outputs), MAX_TOKENS, H), dtype)
-    check_tensor("slots.count", slots.count, (1,), torch.int32)
+    check_tensor("slots.used", slots.used, (1,), torch.int32)
     check_tensor("slots.of_pair", slots.of_pair, (len(slots.of_pair), slots.of_pair.shape[1]), torch.int32)
     if len(slots.of_pair) < w:
         raise ValueError(f"slots.of_pair has {len(slots.of_pair)} rows for {w} tokens. Allocate more.")

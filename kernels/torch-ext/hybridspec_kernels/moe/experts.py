@@ -1,7 +1,7 @@
 """Hidden states of w tokens and their expert slots -> every slot's output, each distinct expert read once."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,50 +16,57 @@ from .route import NOT_CHOSEN, ExpertSlots
 class ExpertWeights(NamedTuple):
     """Weights of an MoE block's experts.
 
+    The shared expert's gate and up projections are computed with the router's, whose launch they fill.
+
     Attributes:
-        gate_up: `[E, 2*I, D]`, gate rows, then up rows. down: `[E, D, I]`.
-        shared_gate, shared_up: `[IS, D]`. shared_down: `[D, IS]`.
+        gate_up: `[E, 2*M, D]`, gate rows, then up rows. down: `[E, D, M]`. shared_down: `[D, MS]`.
     """
 
     gate_up: Tensor
     down: Tensor
-    shared_gate: Tensor
-    shared_up: Tensor
     shared_down: Tensor
 
 
-def moe_experts_ref(hidden: Tensor, slots: ExpertSlots, weights: ExpertWeights, outputs: Tensor) -> None:
-    """Every expert on the tokens `[w, D]` that chose it, times its weight: outputs `[S, 16, D]`, other rows untouched."""
-    for slot in range(int(slots.count) + 1):
-        if slot == int(slots.count):
-            gate, up, down = weights.shared_gate, weights.shared_up, weights.shared_down
+def moe_experts_ref(
+    hidden: Tensor, slots: ExpertSlots, weights: ExpertWeights, shared: Tensor, outputs: Tensor
+) -> None:
+    """Every expert on the tokens that chose it, times its weight.
+
+    Args:
+        hidden: `[w, D]`. slots: of these tokens.
+        shared: `[w, 2*MS]`, gate and up projections of the shared expert.
+        outputs: `[S, 16, D]`, written in a slot's rows of the tokens that chose it.
+    """
+    for slot in range(int(slots.used) + 1):
+        if slot == int(slots.used):
+            (gate, up), down = shared.chunk(2, dim=-1), weights.shared_down
         else:
-            gate, up = weights.gate_up[slots.expert[slot]].chunk(2)
-            down = weights.down[slots.expert[slot]]
+            expert = slots.expert[slot]
+            gate, up = F.linear(hidden, weights.gate_up[expert]).chunk(2, dim=-1)
+            down = weights.down[expert]
         share = slots.weight[slot, : len(hidden)]
         chosen = share != NOT_CHOSEN
-        y = F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down) * share[:, None].to(hidden.dtype)
+        y = F.linear(F.silu(gate) * up, down) * share[:, None].to(hidden.dtype)
         outputs[slot, : len(hidden)][chosen] = y[chosen]
 
 
 @partial(jit, do_not_specialize=["W"])
 def _moe_gate_up_kernel(
-    hidden, gate_up, shared_gate, shared_up, slot_expert, slot_count, act, W,
-    D: tl.constexpr, I: tl.constexpr, IS: tl.constexpr, IA: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    hidden, gate_up, front, slot_expert, slot_count, act, W,
+    D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MA: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
+    BI: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """BI inner channels of one slot, for all tokens: those that did not choose the expert get weight 0 later."""
+    """BI inner channels of one slot, for all tokens: rows of those that did not choose the expert are never read."""
     i_i, i_s = tl.program_id(0), tl.program_id(1)
     o_t, o_i, o_d = tl.arange(0, 16), i_i * BI + tl.arange(0, BI), tl.arange(0, BD)
+    m_t = o_t < W
     start_next(USE_PDL)
     await_previous(USE_PDL)
     count = tl.load(slot_count)
-    if i_s <= count:
-        gate, up, size = shared_gate, shared_up, IS
-        if i_s < count:
-            gate = gate_up + tl.load(slot_expert + i_s).to(tl.int64) * (2 * I * D)
-            up, size = gate + I * D, I
-        m_t, m_i = o_t < W, o_i < size
+    p_act = act + i_s * (16 * MA) + o_t[:, None] * MA + o_i[None, :]
+    if i_s < count:
+        m_i = o_i < M
+        gate = gate_up + tl.load(slot_expert + i_s).to(tl.int64) * (2 * M * D)
         o_w = o_i[:, None] * D + o_d[None, :]
         b_g, b_u = tl.zeros((16, BI), tl.float32), tl.zeros((16, BI), tl.float32)
         for i_d in range(0, D, BD):
@@ -67,15 +74,23 @@ def _moe_gate_up_kernel(
             b_h = tl.load(hidden + o_t[:, None] * D + i_d + o_d[None, :], mask=m_t[:, None] & m_d, other=0.0)
             m_w = m_i[:, None] & m_d
             b_g += input_dot(b_h, tl.trans(tl.load(gate + o_w + i_d, mask=m_w, other=0.0)), PRECISION)
-            b_u += input_dot(b_h, tl.trans(tl.load(up + o_w + i_d, mask=m_w, other=0.0)), PRECISION)
-        b_a = swiglu(b_g, b_u, act.dtype.element_ty)
-        tl.store(act + i_s * (16 * IA) + o_t[:, None] * IA + o_i[None, :], b_a, mask=m_i[None, :])
+            b_u += input_dot(b_h, tl.trans(tl.load(gate + M * D + o_w + i_d, mask=m_w, other=0.0)), PRECISION)
+        tl.store(p_act, swiglu(b_g, b_u, act.dtype.element_ty), mask=m_i[None, :])
+    elif i_s == count:
+        # the shared expert's projections are there, at the end of the rows
+        m_s = m_t[:, None] & (o_i < MS)[None, :]
+        p_g = front + o_t[:, None] * ROW + (ROW - 2 * MS) + o_i[None, :]
+        b_g, b_u = tl.zeros((16, BI), tl.float32), tl.zeros((16, BI), tl.float32)
+        for i_p in tl.static_range(PARTS):
+            b_g += tl.load(p_g + i_p * W * ROW, mask=m_s, other=0.0).to(tl.float32)
+            b_u += tl.load(p_g + i_p * W * ROW + MS, mask=m_s, other=0.0).to(tl.float32)
+        tl.store(p_act, swiglu(b_g, b_u, act.dtype.element_ty), mask=m_s)
 
 
 @partial(jit, do_not_specialize=["W"])
 def _moe_down_kernel(
     act, down, shared_down, slot_expert, slot_weight, slot_count, outputs, W,
-    D: tl.constexpr, I: tl.constexpr, IS: tl.constexpr, IA: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MA: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
     PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """BN output channels of one slot, for all tokens that chose the expert, times what it counts for."""
@@ -86,15 +101,15 @@ def _moe_down_kernel(
     await_previous(USE_PDL)
     count = tl.load(slot_count)
     if i_s <= count:
-        weight, size = shared_down, IS
+        weight, size = shared_down, MS
         if i_s < count:
-            weight, size = down + tl.load(slot_expert + i_s).to(tl.int64) * (D * I), I
+            weight, size = down + tl.load(slot_expert + i_s).to(tl.int64) * (D * M), M
         share = tl.load(slot_weight + i_s * 16 + o_t)
         m_t = (o_t < W) & (share != -1.0)
-        p_a = act + i_s * (16 * IA) + o_t[:, None] * IA + o_i[None, :]
+        p_a = act + i_s * (16 * MA) + o_t[:, None] * MA + o_i[None, :]
         p_w = weight + o_n[:, None] * size + o_i[None, :]
         acc = tl.zeros((16, BN), tl.float32)
-        for i in range(0, IA, BI):
+        for i in range(0, MA, BI):
             m_i = (o_i < size - i)[None, :]
             b_a = tl.load(p_a + i, mask=m_t[:, None] & m_i, other=0.0)
             acc += input_dot(b_a, tl.trans(tl.load(p_w + i, mask=m_n[:, None] & m_i, other=0.0)), PRECISION)
@@ -106,15 +121,17 @@ def _moe_down_kernel(
 
 @launcher
 def moe_experts(
-    hidden: Tensor, slots: ExpertSlots, top_k: int, weights: ExpertWeights, act: Tensor, outputs: Tensor, *,
-    overlap: bool = False,
+    hidden: Tensor, slots: ExpertSlots, top_k: int, weights: ExpertWeights, front: Tensor, act: Tensor,
+    outputs: Tensor, *, overlap: bool = False,
 ) -> None:  # fmt: skip
     """`moe_experts_ref` in two launches, without reading a length on the host.
 
     Args:
         hidden: `[w, D]`, w <= 16. slots: of these tokens, see `moe_route`; at most
             w * top_k. weights: hidden's dtype.
-        act: `[S, 16, max(I, IS)]`, hidden's dtype, scratch.
+        front: `[w, N]`, hidden's dtype, or `[P, w, N]`, fp32 parts: its last 2*MS columns are the shared expert's gate
+            and up projections (the others are the router's, see `moe_route`).
+        act: `[S, 16, max(M, MS)]`, hidden's dtype, scratch.
         outputs: `[S, 16, D]`, hidden's dtype; written in a slot's row of every token that it counts for.
         overlap: let the launches overlap with the kernel in front of them in the stream (SM90 on); that kernel must
             not write a weight.
@@ -122,43 +139,60 @@ def moe_experts(
     Raises:
         ValueError: for more than 16 tokens, a layout that the kernel does not read, or a device without it.
     """
-    check_experts(hidden, slots, top_k, weights, act, outputs)
-    (w, D), I, IS, IA = hidden.shape, weights.down.shape[2], len(weights.shared_gate), act.shape[2]
-    wide = hidden.element_size() == 2
-    block_i, block_n, depth, stages = (32, 64, 128, 4) if wide else (16, 32, 64, 2)
-    options = {"PRECISION": dot_precision(hidden.dtype), "num_warps": 4, "num_stages": stages}
-    options |= {"D": D, "I": I, "IS": IS, "IA": IA, **launch_options(hidden.device, overlap)}
-    _moe_gate_up_kernel[(triton.cdiv(IA, block_i), w * top_k + 1)](
-        hidden, weights.gate_up, weights.shared_gate, weights.shared_up, slots.expert, slots.count, act, w,
-        BI=block_i, BD=min(depth, max(16, triton.next_power_of_2(D))), **options,
+    check_experts(hidden, slots, top_k, weights, front, act, outputs)
+    (w, D), M, MS, MA = hidden.shape, weights.down.shape[2], weights.shared_down.shape[1], act.shape[2]
+    shared: dict[str, Any] = {"PRECISION": dot_precision(hidden.dtype), "D": D, "M": M, "MS": MS, "MA": MA}
+    shared |= launch_options(hidden.device, overlap)
+    block, depth, warps, stages = gate_up_shape(hidden.dtype)
+    _moe_gate_up_kernel[(triton.cdiv(MA, block), w * top_k + 1)](
+        hidden, weights.gate_up, front, slots.expert, slots.used, act, w,
+        ROW=front.shape[-1], PARTS=len(front) if front.ndim == 3 else 1, BI=block,
+        BD=min(depth, max(16, triton.next_power_of_2(D))), num_warps=warps, num_stages=stages, **shared,
     )  # fmt: skip
-    _moe_down_kernel[(triton.cdiv(D, block_n), w * top_k + 1)](
-        act, weights.down, weights.shared_down, slots.expert, slots.weight, slots.count, outputs, w,
-        BN=block_n, BI=min(depth, max(16, triton.next_power_of_2(IA))), **options,
+    block, depth, warps, stages = down_shape(hidden.dtype)
+    _moe_down_kernel[(triton.cdiv(D, block), w * top_k + 1)](
+        act, weights.down, weights.shared_down, slots.expert, slots.weight, slots.used, outputs, w,
+        BN=block, BI=min(depth, max(16, triton.next_power_of_2(MA))), num_warps=warps, num_stages=stages, **shared,
     )  # fmt: skip
+
+
+def gate_up_shape(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Inner channels and inputs per step of a program of the first launch, its warps and the steps in flight."""
+    return (32, 128, 4, 4) if dtype != torch.float32 else (16, 64, 4, 2)
+
+
+def down_shape(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Outputs and inner channels per step of a program of the second launch, its warps and the steps in flight."""
+    return (64, 128, 4, 4) if dtype != torch.float32 else (32, 64, 4, 2)
 
 
 def check_experts(
-    hidden: Tensor, slots: ExpertSlots, top_k: int, weights: ExpertWeights, act: Tensor, outputs: Tensor
-) -> None:
+    hidden: Tensor, slots: ExpertSlots, top_k: int, weights: ExpertWeights, front: Tensor, act: Tensor,
+    outputs: Tensor,
+) -> None:  # fmt: skip
     """Raise ValueError for inputs that the kernels would read wrongly."""
     check_input_dtype("hidden", hidden)
     if hidden.ndim != 2 or not 1 <= len(hidden) <= MAX_TOKENS:
         raise ValueError(f"hidden is {list(hidden.shape)}; the kernels take [w, D] with 1 to {MAX_TOKENS} tokens.")
-    (w, D), (E, _, I), IS, dtype = hidden.shape, weights.down.shape, len(weights.shared_gate), hidden.dtype
+    (w, D), (E, _, M), MS, dtype = hidden.shape, weights.down.shape, weights.shared_down.shape[1], hidden.dtype
     size = len(slots.expert)
     if size <= w * top_k:
         raise ValueError(f"slots has room for {size} experts, {w} tokens need {w * top_k + 1}. Allocate more.")
     check_tensor("hidden", hidden, (w, D))
-    check_tensor("weights.gate_up", weights.gate_up, (E, 2 * I, D), dtype)
-    check_tensor("weights.down", weights.down, (E, D, I), dtype)
-    check_tensor("weights.shared_gate", weights.shared_gate, (IS, D), dtype)
-    check_tensor("weights.shared_up", weights.shared_up, (IS, D), dtype)
-    check_tensor("weights.shared_down", weights.shared_down, (D, IS), dtype)
+    check_tensor("weights.gate_up", weights.gate_up, (E, 2 * M, D), dtype)
+    check_tensor("weights.down", weights.down, (E, D, M), dtype)
+    check_tensor("weights.shared_down", weights.shared_down, (D, MS), dtype)
     check_tensor("slots.expert", slots.expert, (size,), torch.int32)
     check_tensor("slots.weight", slots.weight, (size, MAX_TOKENS), torch.float32)
-    check_tensor("slots.count", slots.count, (1,), torch.int32)
-    check_tensor("act", act, (len(act), MAX_TOKENS, max(I, IS)), dtype)
+    check_tensor("slots.used", slots.used, (1,), torch.int32)
+    check_tensor("act", act, (len(act), MAX_TOKENS, max(M, MS)), dtype)
     if len(act) <= w * top_k:
         raise ValueError(f"act has room for {len(act)} slots, {w} tokens need {w * top_k + 1}. Allocate more.")
+    row = front.shape[-1]
+    if row < 2 * MS:
+        raise ValueError(f"front has {row} columns, the shared expert's projections are {2 * MS}. Pass them, too.")
+    if front.ndim == 3:
+        check_tensor("front", front, (len(front), w, row), torch.float32)
+    else:
+        check_tensor("front", front, (w, row), dtype)
     check_tensor("outputs", outputs, (len(act), MAX_TOKENS, D), dtype)

@@ -20,7 +20,7 @@ class Routing(NamedTuple):
 
     Attributes:
         ids: `[w, topk]`, int64. weights: `[w, topk]`, renormalised, model dtype.
-        new: `[w]`, int32, experts that a token adds to those of the tokens before it; counted where no slots are listed.
+        new: `[w]`, int32, experts that a token adds to those before it; counted where no slots are listed.
         arrived: `[1]`, int32, 0 between launches: programs that are done.
     """
 
@@ -41,18 +41,18 @@ class Routing(NamedTuple):
 
 
 class ExpertSlots(NamedTuple):
-    """The distinct experts of w tokens, each to be read once; slot `count` is the shared expert.
+    """The distinct experts of w tokens, each to be read once; slot `used` is the shared expert.
 
     Attributes:
         expert: `[S]`, int32, S > w * topk: experts in ascending order, then garbage.
         weight: `[S, 16]`, fp32: what the slot's output counts for in each token, -1 if the token did not choose it.
-        count: `[1]`, int32, distinct experts.
+        used: `[1]`, int32, distinct experts.
         of_pair: `[w, topk]`, int32, the slot of each token's experts.
     """
 
     expert: Tensor
     weight: Tensor
-    count: Tensor
+    used: Tensor
     of_pair: Tensor
 
     @classmethod
@@ -90,8 +90,8 @@ def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSl
 @partial(jit, do_not_specialize=["W"])
 def _moe_route_kernel(
     logits, ids, weights, new, slot_expert, slot_weight, slot_count, pair_slot, arrived, W,
-    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
-    ROUTE: tl.constexpr, LIST: tl.constexpr, USE_PDL: tl.constexpr,
+    E: tl.constexpr, ROW: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+    PARTS: tl.constexpr, ROUTE: tl.constexpr, LIST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """ROUTE: a program a token chooses its experts, and the last one to finish goes on: to the slots, or to `new`."""
     o_e = tl.arange(0, EP)
@@ -99,7 +99,7 @@ def _moe_route_kernel(
     await_previous(USE_PDL)
     last = True
     if ROUTE:
-        choose_experts(logits, ids, weights, tl.program_id(0), W, o_e, E, TOPK, PARTS)
+        choose_experts(logits, ids, weights, tl.program_id(0), W, o_e, E, ROW, TOPK, PARTS)
         # what all threads stored is there before one of them says so
         tl.debug_barrier()
         if W > 1:
@@ -109,32 +109,33 @@ def _moe_route_kernel(
             tl.store(arrived, 0)
         if LIST:
             list_experts(
-                logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, TOPK, PAIRS, EP,
-                PARTS,
+                logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, ROW, TOPK, PAIRS,
+                EP, PARTS,
             )  # fmt: skip
         else:
             count_new(ids, new, W, TOPK, PAIRS)
 
 
 @jit
-def load_logits(logits, offsets, mask, W, E: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+def load_logits(logits, offsets, mask, W, ROW: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """The sum of a logit's parts, rounded to the model's dtype."""
     b_x = tl.load(logits + offsets, mask=mask, other=0.0)
     for i in tl.static_range(1, PARTS):
-        b_x += tl.load(logits + i * W * (E + 1) + offsets, mask=mask, other=0.0)
+        b_x += tl.load(logits + i * W * ROW + offsets, mask=mask, other=0.0)
     return b_x.to(DTYPE)
 
 
 @jit
 def choose_experts(
-    logits, ids, weights, i_t, W, o_e, E: tl.constexpr, TOPK: tl.constexpr, PARTS: tl.constexpr
+    logits, ids, weights, i_t, W, o_e, E: tl.constexpr, ROW: tl.constexpr, TOPK: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Top-k of one token's logits; the softmax over all experts cancels in the renormalisation."""
-    b_x = load_logits(logits, i_t * (E + 1) + o_e, o_e < E, W, E, PARTS, weights.dtype.element_ty)
+    b_x = load_logits(logits, i_t * ROW + o_e, o_e < E, W, ROW, PARTS, weights.dtype.element_ty)
     key, none = ranked(b_x, o_e)
     key = tl.where(o_e < E, key, none)
     best = tl.max(key, 0)
-    top, total, scores = score_of(best, b_x.dtype), 0.0, ()
+    top, scores = score_of(best, b_x.dtype), ()
+    total = top - top
     for i in tl.static_range(TOPK):
         score = tl.exp(score_of(best, b_x.dtype) - top)
         tl.store(ids + i_t * TOPK + i, (4095 - (best & 4095)).to(tl.int64))
@@ -162,7 +163,8 @@ def count_new(ids, new, W, TOPK: tl.constexpr, PAIRS: tl.constexpr):
 @jit
 def list_experts(
     logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e,
-    E: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr, PARTS: tl.constexpr,
+    E: tl.constexpr, ROW: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """The distinct experts of all tokens in ascending order, and what each counts for in each token."""
     o_t, o_p = tl.arange(0, 16), tl.arange(0, 16 * PAIRS)
@@ -170,7 +172,7 @@ def list_experts(
     m_p = (t_p < W) & (i_p < TOPK)
     expert = tl.load(ids + t_p * TOPK + i_p, mask=m_p, other=0).to(tl.int32)
     weight = tl.load(weights + t_p * TOPK + i_p, mask=m_p, other=0.0).to(tl.float32)
-    shared = load_logits(logits, o_t * (E + 1) + E, o_t < W, W, E, PARTS, weights.dtype.element_ty)
+    shared = load_logits(logits, o_t * ROW + E, o_t < W, W, ROW, PARTS, weights.dtype.element_ty)
     shared = tl.sigmoid(shared.to(tl.float32)).to(shared.dtype).to(tl.float32)
     present = (tl.histogram(expert, EP, mask=m_p) > 0).to(tl.int32)
     slot, count = tl.cumsum(present, 0) - 1, tl.sum(present, 0)
@@ -203,7 +205,7 @@ def ranked(x, o_e):
 @jit
 def score_of(key, DTYPE: tl.constexpr):
     """The number that a key carries, fp32."""
-    if DTYPE.primitive_bitwidth == 16:
+    if DTYPE.primitive_bitwidth == 16:  # noqa: SIM108
         order = tl.where(key < 0, key | 4095, key & -4096)
     else:
         order = (key >> 12).to(tl.int32)
@@ -212,15 +214,22 @@ def score_of(key, DTYPE: tl.constexpr):
 
 @launcher
 def moe_route(
-    logits: Tensor, routing: Routing, slots: ExpertSlots | None, *, choose: bool = True, overlap: bool = False
+    logits: Tensor,
+    routing: Routing,
+    slots: ExpertSlots | None,
+    *,
+    experts: int,
+    choose: bool = True,
+    overlap: bool = False,
 ) -> None:
     """Route w tokens and list their distinct experts, in one launch.
 
     Args:
-        logits: `[w, E + 1]`, model dtype, or `[P, w, E + 1]`, fp32 parts whose sum is rounded to it: the router's
-            logits, then the shared expert's gate logit.
+        logits: `[w, N]`, model dtype, or `[P, w, N]`, fp32 parts whose sum is rounded to it: the router's E logits,
+            the shared expert's gate logit, and what else was computed beside them.
         routing: written; with `choose=False` read instead: its first w rows say which experts the tokens chose.
         slots: written; None leaves the list for later, and `routing.new` is written instead.
+        experts: E.
         choose: whether to choose experts by the logits. The router of Layer 0 runs once, in Stage 0; Stage 1 lists the
             experts of the tokens that it verifies.
         overlap: let the launch overlap with the kernel in front of it in the stream (SM90 on).
@@ -229,34 +238,35 @@ def moe_route(
         ValueError: for more than 16 tokens or 4096 experts, a layout that the kernel does not read, or a device
             without it.
     """
-    check_route(logits, routing, slots)
-    (w, columns), top_k = logits.shape[-2:], routing.ids.shape[1]
+    check_route(logits, routing, slots, experts)
+    (w, row), top_k = logits.shape[-2:], routing.ids.shape[1]
     # without slots nothing is written there; the kernel still takes pointers
     listed = (routing.new, routing.weights, routing.new, routing.new) if slots is None else slots
-    experts = max(16, triton.next_power_of_2(columns - 1))
+    padded = max(16, triton.next_power_of_2(experts))
     _moe_route_kernel[(w if choose else 1,)](
         logits, routing.ids, routing.weights, routing.new, *listed, routing.arrived, w,
-        E=columns - 1, TOPK=top_k, EP=experts,
-        PAIRS=triton.next_power_of_2(top_k), PARTS=len(logits) if logits.ndim == 3 else 1, ROUTE=choose, LIST=slots is not None,
-        num_warps=max(1, experts // 256), **launch_options(logits.device, overlap),
+        E=experts, ROW=row, TOPK=top_k, EP=padded, PAIRS=triton.next_power_of_2(top_k),
+        PARTS=len(logits) if logits.ndim == 3 else 1, ROUTE=choose, LIST=slots is not None,
+        num_warps=max(1, padded // 256), **launch_options(logits.device, overlap),
     )  # fmt: skip
 
 
-def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> None:
+def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None, experts: int) -> None:
     """Raise ValueError for inputs that the kernel would read wrongly."""
     check_input_dtype("routing.weights", routing.weights)
-    if not (
-        logits.ndim in (2, 3) and 1 <= logits.shape[-2] <= MAX_TOKENS and 2 <= logits.shape[-1] <= MAX_EXPERTS + 1
-    ):
+    if not (logits.ndim in (2, 3) and 1 <= logits.shape[-2] <= MAX_TOKENS and 1 <= experts <= MAX_EXPERTS):
         raise ValueError(
-            f"logits is {list(logits.shape)}; the kernel takes [w, E + 1], 1 to {MAX_TOKENS} tokens and at most "
-            f"{MAX_EXPERTS} experts."
+            f"logits is {list(logits.shape)} for {experts} experts; the kernel takes [w, N] or [P, w, N], "
+            f"1 to {MAX_TOKENS} tokens and at most {MAX_EXPERTS} experts."
         )
-    (w, columns), (rows, top_k) = logits.shape[-2:], routing.ids.shape
-    if rows < w or not 1 <= top_k < columns:
-        raise ValueError(f"routing.ids is {[rows, top_k]} for {w} tokens and {columns - 1} experts. Pass w rows.")
+    (w, row), (rows, top_k) = logits.shape[-2:], routing.ids.shape
+    if rows < w or not 1 <= top_k <= experts < row:
+        raise ValueError(
+            f"routing.ids is {[rows, top_k]} for {w} tokens, {experts} experts and {row} logits. Pass w rows, "
+            "and E + 1 logits or more."
+        )
     parts = logits.ndim == 3
-    check_tensor("logits", logits, logits.shape, torch.float32 if parts else routing.weights.dtype)
+    check_tensor("logits", logits, tuple(logits.shape), torch.float32 if parts else routing.weights.dtype)
     check_tensor("routing.ids", routing.ids, (rows, top_k), torch.int64)
     check_tensor("routing.weights", routing.weights, (rows, top_k))
     check_tensor("routing.new", routing.new, (rows,), torch.int32)
@@ -267,5 +277,5 @@ def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None) -> 
             raise ValueError(f"slots has room for {size} experts, {w} tokens need {w * top_k + 1}. Allocate more.")
         check_tensor("slots.expert", slots.expert, (size,), torch.int32)
         check_tensor("slots.weight", slots.weight, (size, MAX_TOKENS), torch.float32)
-        check_tensor("slots.count", slots.count, (1,), torch.int32)
+        check_tensor("slots.used", slots.used, (1,), torch.int32)
         check_tensor("slots.of_pair", slots.of_pair, (len(slots.of_pair), top_k), torch.int32)

@@ -125,7 +125,8 @@ def add_rms_norm(
     _add_rms_norm_kernel[(w,)](
         out if residual is None else residual, out if delta is None else delta, weight, out,
         out if feature is None else feature, H if feature is None else feature.stride(0), eps, w,
-        H=H, BH=block, HAS_RESIDUAL=residual is not None, PARTS=parts, ZERO_CENTERED=zero_centered, HAS_FEATURE=feature is not None,
+        H=H, BH=block, HAS_RESIDUAL=residual is not None, PARTS=parts, ZERO_CENTERED=zero_centered,
+        HAS_FEATURE=feature is not None,
         num_warps=norm_warps(block), **launch_options(out.device, overlap),
     )  # fmt: skip
 
