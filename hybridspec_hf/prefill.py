@@ -1,5 +1,6 @@
 """A prompt through transformers' own forward -> our static cache, the drafter's context and the first token."""
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,10 @@ from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.protocols import Drafter
 
 from .models import SplitTarget
+
+# tokens of a prompt that go through the model at once
+PREFILL_CHUNK = 8192
+WHOLE_INPUTS = ("inputs_embeds", "pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
 def prefill(
@@ -32,6 +37,7 @@ def prefill(
     Returns:
         The first token, `[1]`, int64: the anchor of the first round.
     """
+    generation_config = in_chunks(generation_config, prompt_length(input_ids, model_kwargs), model_kwargs)
     with observe(target) as seen:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
     length = int(outputs.cache.get_seq_length())
@@ -41,9 +47,24 @@ def prefill(
     position_ids = seen.positions[-1] if seen.positions else model_kwargs.get("position_ids")
     cache.position_offset.copy_(rotary_positions(position_ids, length, target) + 1 - length)
     if drafter is not None:
-        features = torch.cat([torch.cat(layer, dim=0) for layer in seen.features], dim=-1)
-        drafter.append(features, torch.zeros_like(cache.length))
+        start = torch.zeros_like(cache.length)
+        for chunk in zip(*seen.features, strict=True):
+            drafter.append(torch.cat(chunk, dim=-1), start)
+            start += len(chunk[0])
     return outputs.logits[0, -1:].float().argmax(-1)
+
+
+def in_chunks(generation_config: Any, length: int, model_kwargs: dict[str, Any]) -> Any:
+    """The config with a chunk size for a long prompt that has none, so that its memory stays bounded.
+
+    Images and embeddings cannot be cut by transformers; a caller's own `prefill_chunk_size` is kept.
+    """
+    whole = [key for key in WHOLE_INPUTS if model_kwargs.get(key) is not None]
+    if generation_config.prefill_chunk_size is not None or length <= PREFILL_CHUNK or whole:
+        return generation_config
+    chunked = copy.copy(generation_config)
+    chunked.prefill_chunk_size = PREFILL_CHUNK
+    return chunked
 
 
 class Seen(NamedTuple):

@@ -419,3 +419,26 @@ def test_inference_mode_and_back(order):
     for inference in order:
         with torch.inference_mode(inference):
             assert_equals_plain(model, drafter, (*POLICIES, "hybridspec"))
+
+
+# ---- long prompts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_go_through_the_model_in_chunks(family, monkeypatch):
+    from hybridspec_hf import prefill
+
+    model = tiny_target(family)
+    drafter = tiny_drafter(model)
+    ids, sizes = torch.randint(1, 90, (1, 21)), []
+    text = plain(model, input_ids=ids)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: sizes.append(output.shape[-2]))
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
+    for policy in ("ar", "full"):
+        sizes.clear()
+        assert torch.equal(ours(model, drafter, policy, input_ids=ids), text)
+        assert sizes[:3] == [8, 8, 5]
+        # a caller's own size stays
+        sizes.clear()
+        assert torch.equal(ours(model, drafter, policy, input_ids=ids, prefill_chunk_size=16), text)
+        assert sizes[:2] == [16, 5]
