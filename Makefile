@@ -9,6 +9,10 @@ WORKERS ?= 2
 CPU_TORCH ?= torch==2.13.0
 ARGS ?=
 
+ifeq ($(strip $(VENV)),)
+$(error VENV is empty: activate an environment first, or leave VENV out to make .venv)
+endif
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.hybridspec-ready
 # BLAS and OpenMP threads beside pytest's workers only fight for the cores

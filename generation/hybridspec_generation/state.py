@@ -55,9 +55,6 @@ class RoundState:
         self.entropy = floats(block - 1)  # [D] nats
         self.prefix_prob = floats(block - 1)  # [D] p_i, P(first i draft tokens accepted)
 
-        self.length_limit = ints(1, dtype=torch.int32)  # [1] w_rem
-        self.new_experts = ints(block, dtype=torch.int32)  # [W] Layer-0 experts that each token adds
-
         self.boundary = RouterBoundary(
             floats(block, hidden_size, dtype=dtype),
             floats(block, hidden_size, dtype=dtype),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
-from ..selection.correct import new_experts_ref
 from ..triton_support import await_previous, jit, launch_options, launcher, loop_bound, start_next, tl, triton
 
 MAX_EXPERTS = 4096
@@ -20,13 +19,11 @@ class Routing(NamedTuple):
 
     Attributes:
         ids: `[w, topk]`, int64. weights: `[w, topk]`, renormalised, model dtype.
-        new: `[w]`, int32, experts that a token adds to those before it; counted where no slots are listed.
         arrived: `[1]`, int32, 0 between launches: programs that are done.
     """
 
     ids: Tensor
     weights: Tensor
-    new: Tensor
     arrived: Tensor
 
     @classmethod
@@ -35,7 +32,6 @@ class Routing(NamedTuple):
         return cls(
             torch.zeros(tokens, top_k, dtype=torch.int64, device=device),
             torch.zeros(tokens, top_k, dtype=dtype, device=device),
-            torch.zeros(tokens, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
 
@@ -72,7 +68,7 @@ def moe_route_ref(logits: Tensor, top_k: int) -> Routing:
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     weights, ids = logits.softmax(-1, dtype=wide).topk(top_k, dim=-1)
     weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
-    return Routing(ids, weights, new_experts_ref(ids), torch.zeros(1, dtype=torch.int32, device=ids.device))
+    return Routing(ids, weights, torch.zeros(1, dtype=torch.int32, device=ids.device))
 
 
 def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSlots:
@@ -89,31 +85,30 @@ def moe_slots_ref(ids: Tensor, weights: Tensor, shared_gate: Tensor) -> ExpertSl
 
 @partial(jit, do_not_specialize=["W"])
 def _moe_route_kernel(
-    logits, ids, weights, new, slot_expert, slot_weight, slot_count, pair_slot, arrived, W,
+    logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, arrived, W,
     E: tl.constexpr, ROW: tl.constexpr, TOPK: tl.constexpr, PAIRS: tl.constexpr, EP: tl.constexpr,
     PARTS: tl.constexpr, ROUTE: tl.constexpr, LIST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROUTE: a program a token chooses its experts, and the last one to finish goes on: to the slots, or to `new`."""
+    """ROUTE: a program a token chooses its experts. LIST: the last one to finish, or the only one, lists them."""
     o_e = tl.arange(0, EP)
     start_next(USE_PDL)
     await_previous(USE_PDL)
-    last = True
     if ROUTE:
         choose_experts(logits, ids, weights, tl.program_id(0), W, o_e, E, ROW, TOPK, PARTS)
-        # what all threads stored is there before one of them says so
-        tl.debug_barrier()
-        if W > 1:
-            last = tl.atomic_add(arrived, 1, sem="acq_rel") == W - 1
-    if last:
+    if LIST:
+        last = True
         if ROUTE:
-            tl.store(arrived, 0)
-        if LIST:
+            # what all threads stored is there before one of them says so
+            tl.debug_barrier()
+            if W > 1:
+                last = tl.atomic_add(arrived, 1, sem="acq_rel") == W - 1
+        if last:
+            if ROUTE:
+                tl.store(arrived, 0)
             list_experts(
                 logits, ids, weights, slot_expert, slot_weight, slot_count, pair_slot, W, o_e, E, ROW, TOPK, PAIRS,
                 EP, PARTS,
             )  # fmt: skip
-        else:
-            count_new(ids, new, W, TOPK, PAIRS)
 
 
 @jit
@@ -145,19 +140,6 @@ def choose_experts(
         best = tl.max(key, 0)
     for i in tl.static_range(TOPK):
         tl.store(weights + i_t * TOPK + i, (scores[i] / total).to(weights.dtype.element_ty))
-
-
-@jit
-def count_new(ids, new, W, TOPK: tl.constexpr, PAIRS: tl.constexpr):
-    """How many experts each token adds: those that no earlier token chose."""
-    o_i, o_p = tl.arange(0, PAIRS), tl.arange(0, 16 * PAIRS)
-    t_p, i_p = o_p // PAIRS, o_p % PAIRS
-    every = tl.load(ids + t_p * TOPK + i_p, mask=(t_p < W) & (i_p < TOPK), other=-1)
-    for i_t in range(0, loop_bound(W)):
-        mine = tl.load(ids + i_t * TOPK + o_i, mask=o_i < TOPK, other=-1)
-        seen = (mine[:, None] == every[None, :]) & (t_p < i_t)[None, :]
-        is_new = (tl.max(seen.to(tl.int32), 1) == 0) & (o_i < TOPK)
-        tl.store(new + i_t, tl.sum(is_new.to(tl.int32), 0))
 
 
 @jit
@@ -228,7 +210,7 @@ def moe_route(
         logits: `[w, N]`, model dtype, or `[P, w, N]`, fp32 parts whose sum is rounded to it: the router's E logits,
             the shared expert's gate logit, and what else was computed beside them.
         routing: written; with `choose=False` read instead: its first w rows say which experts the tokens chose.
-        slots: written; None leaves the list for later, and `routing.new` is written instead.
+        slots: written; None leaves the list for later.
         experts: E.
         choose: whether to choose experts by the logits. The router of Layer 0 runs once, in Stage 0; Stage 1 lists the
             experts of the tokens that it verifies.
@@ -241,10 +223,10 @@ def moe_route(
     check_route(logits, routing, slots, experts)
     (w, row), top_k = logits.shape[-2:], routing.ids.shape[1]
     # without slots nothing is written there; the kernel still takes pointers
-    listed = (routing.new, routing.weights, routing.new, routing.new) if slots is None else slots
+    listed = (routing.arrived, routing.weights, routing.arrived, routing.arrived) if slots is None else slots
     padded = max(16, triton.next_power_of_2(experts))
     _moe_route_kernel[(w if choose else 1,)](
-        logits, routing.ids, routing.weights, routing.new, *listed, routing.arrived, w,
+        logits, routing.ids, routing.weights, *listed, routing.arrived, w,
         E=experts, ROW=row, TOPK=top_k, EP=padded, PAIRS=triton.next_power_of_2(top_k),
         PARTS=len(logits) if logits.ndim == 3 else 1, ROUTE=choose, LIST=slots is not None,
         num_warps=max(1, padded // 256), **launch_options(logits.device, overlap),
@@ -269,7 +251,6 @@ def check_route(logits: Tensor, routing: Routing, slots: ExpertSlots | None, exp
     check_tensor("logits", logits, tuple(logits.shape), torch.float32 if parts else routing.weights.dtype)
     check_tensor("routing.ids", routing.ids, (rows, top_k), torch.int64)
     check_tensor("routing.weights", routing.weights, (rows, top_k))
-    check_tensor("routing.new", routing.new, (rows,), torch.int32)
     check_tensor("routing.arrived", routing.arrived, (1,), torch.int32)
     if slots is not None:
         size = len(slots.expert)
