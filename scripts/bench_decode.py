@@ -3,6 +3,7 @@
     python scripts/bench_decode.py --shape 35b --json bench_decode.json
     python scripts/bench_decode.py --shape tiny --device cpu            # that everything runs
     python scripts/bench_decode.py --shape 35b --modes ar dflash hybridspec --categories coding roleplay
+    python scripts/bench_decode.py --shape 35b --modes launches split --categories roleplay    # ways to launch
 
 Scripted acceptance, random weights: the target and its drafter have the sizes of the named models and random weights,
 made so that the target's greedy text is known. The drafter runs at its true cost; its proposals are then overwritten
@@ -20,6 +21,8 @@ from pathlib import Path
 
 SHAPES = ["35b", "122b", "80b", "27b", "9b", "4b", "tiny"]
 MODES = ["stock", "ar", "dflash", "static", "hybridspec"]
+# on a GPU, when asked for
+MORE_MODES = ["launches", "split"]
 CATEGORIES = ["coding", "math", "reasoning", "rag", "summarization", "writing", "roleplay"]
 
 
@@ -31,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, help="of each request; default: 512 on a GPU, else 64")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=[*MODES, *MORE_MODES])
     parser.add_argument("--categories", nargs="+", default=CATEGORIES, choices=[*CATEGORIES, "recorded"])
     parser.add_argument(
         "--lengths",
@@ -51,6 +54,8 @@ def parse() -> argparse.Namespace:
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.absolute().parent}.")
     on_gpu = args.device == "cuda"
+    if not on_gpu and set(args.modes) & set(MORE_MODES):
+        parser.error(f"the modes {' and '.join(MORE_MODES)} compare CUDA graphs: they need --device cuda.")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.new_tokens = args.new_tokens or (512 if on_gpu else 64)
     args.repeats = args.repeats or (3 if on_gpu else 1)

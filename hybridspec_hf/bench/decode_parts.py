@@ -14,6 +14,7 @@ from hybridspec_generation.round.commit import commit
 from ..calibration.capture import open_round
 from ..calibration.latency import run_target, wall_seconds
 from ..engine import get_engine
+from ..graphs.rounds import emit_nothing
 from ..graphs.timing import graph_seconds
 from ..models.kernel_target import KernelTarget
 from .decode_floors import DecodeFloors, floor_ms
@@ -40,8 +41,7 @@ def time_parts(
     timer = wall_seconds if target is None else partial(graph_seconds, device=text.device)
     r = r if target is None else replace(r, target=target)
     assert r.drafter is not None
-    # nothing is emitted: commits move nothing
-    r.state.remaining.zero_()
+    emit_nothing(r)
     work = [Work("draft", partial(r.drafter.propose, text[:1], r.cache.length), sum(floors.draft().values()))]
     for w in sorted({1, *lengths}):
         moved = floors.verification(w)

@@ -1,7 +1,7 @@
 """Timed rows of the decoding benchmark -> means over categories, ratios, JSON and lines for people."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -53,22 +53,59 @@ class Parts:
 
 
 @dataclass(frozen=True)
+class Launches:
+    """HybridSpec's rounds, launched one way.
+
+    Attributes:
+        way: the report's `launches`. busy: whether another Python thread computed meanwhile.
+        round_ms: mean over a request. capture_seconds: compiling and capturing, in a process that has done neither.
+        device_bytes: what the first request took of the GPU and kept: buffers, graphs, and modules of kernels.
+        known_text: whether every token was the known one.
+    """
+
+    way: str
+    busy: bool
+    round_ms: float
+    capture_seconds: float
+    device_bytes: int
+    known_text: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """The same rounds with Stage 0 and Stage 1 as graphs of their own and in one.
+
+    Attributes:
+        rounds: of each. same: whether tokens, acceptance and rounds are equal. split_ms, unsplit_ms: a round.
+    """
+
+    rounds: int
+    same: bool
+    split_ms: float
+    unsplit_ms: float
+
+
+@dataclass(frozen=True)
 class DecodeBenchmark:
     """A run of the benchmark.
 
     Attributes:
         rows: of our engine. stock: of transformers'. parts: of a round. floors: bytes and times, `DecodeFloors`.
+        launches: ways to launch a round. split: with and without the boundary behind Layer 0's router.
     """
 
     rows: list[Row]
     stock: list[Stock]
     parts: list[Parts]
     floors: dict[str, Any]
+    launches: list[Launches] = field(default_factory=list)
+    split: Split | None = None
 
     @property
     def passed(self) -> bool:
         """Every request of our engine wrote the known text."""
-        return all(row.known_text for row in self.rows)
+        known = [row.known_text for row in self.rows] + [way.known_text for way in self.launches]
+        return all(known) and (self.split is None or self.split.same)
 
     def policies(self) -> list[str]:
         """In the order in which they ran."""
@@ -91,8 +128,8 @@ class DecodeBenchmark:
     def _summary(self, policy: str) -> dict[str, Any]:
         rows = [r for r in self.rows if r.policy == policy]
         summary: dict[str, Any] = {"policy": policy}
-        for field in ("tokens_per_second", "round_ms", "acceptance_length", "mean_verify_length"):
-            summary[field] = mean(getattr(r, field) for r in rows)
+        for name in ("tokens_per_second", "round_ms", "acceptance_length", "mean_verify_length"):
+            summary[name] = mean(getattr(r, name) for r in rows)
         for reference in ("ar", "full"):
             ratios = [self.ratio(policy, reference, r.category) for r in rows if r.category != ALL]
             known = [ratio for ratio in ratios if ratio is not None]
@@ -141,8 +178,25 @@ def decode_lines(report: DecodeBenchmark) -> Iterator[str]:
     for part in report.parts:
         floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
         yield f"{part.part}: {part.ms:.3f} ms{floor}"
+    yield from launch_lines(report)
     for note in sorted({note for row in report.rows for note in row.notes}):
         yield f"note: {note}"
+
+
+def launch_lines(report: DecodeBenchmark) -> Iterator[str]:
+    """Ways to launch a round, and the boundary behind Layer 0's router."""
+    for way in report.launches:
+        yield (
+            f"HybridSpec, {way.way}{', beside a busy Python thread' if way.busy else ''}: {way.round_ms:.3f} ms a "
+            f"round; capture {way.capture_seconds:.1f} s; {way.device_bytes / 2**20:.0f} MiB of the GPU"
+            f"{'' if way.known_text else '; WRONG TEXT'}"
+        )
+    if (s := report.split) is not None:
+        yield (
+            f"Split at the router boundary {s.split_ms:.3f} ms a round, unsplit {s.unsplit_ms:.3f} ms, over "
+            f"{s.rounds} "
+            f"rounds: tokens, acceptance and rounds {'the same' if s.same else 'DIFFER'}"
+        )
 
 
 def _bandwidth(report: DecodeBenchmark) -> str:

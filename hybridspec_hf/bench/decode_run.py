@@ -16,6 +16,7 @@ from hybridspec_generation import HybridSpecConfig
 from ..calibration.latency import synchronize
 from ..engine import release
 from .decode_floors import DecodeFloors
+from .decode_launches import compare_launches, compare_split
 from .decode_models import RandomPair, follow
 from .decode_parts import time_parts
 from .decode_report import ALL, DecodeBenchmark, Row, Stock
@@ -24,6 +25,7 @@ from .decode_traces import Trace, load_acceptance
 
 # plain generate is a hundred times slower: a difference of two short lengths is enough
 STOCK_TOKENS = (4, 12)
+SPLIT_ROUNDS = 3000
 STOCK: dict[str, dict[str, Any]] = {
     "default": {},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
@@ -36,7 +38,9 @@ class Plan:
     """What is run.
 
     Attributes:
-        modes: of "stock", "ar", "dflash", "static" and "hybridspec". lengths: of "static" and of the parts.
+        modes: of "stock", "ar", "dflash", "static" and "hybridspec"; with the first trace, "launches" (ways to launch
+            a round) and "split" (with and without the boundary behind Layer 0's router), on a GPU.
+        lengths: of "static" and of the parts.
         context, new_tokens: tokens of the prompt and of an answer. repeats: timed requests of each kind.
     """
 
@@ -74,7 +78,11 @@ def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwid
                 rows.append(time_requests(pair, prompt, policy, trace, plan, bar, script=script, warm=warm))
     parts = time_parts(pair, prompt, plan.lengths, floors, bandwidth)
     release(pair.target)
-    return DecodeBenchmark(rows, stock, parts, floors.to_dict(sorted({1, *plan.lengths}), bandwidth))
+    script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1)
+    launches = compare_launches(pair, prompt, script, plan.new_tokens) if "launches" in plan.modes else []
+    split = compare_split(pair, prompt, script, SPLIT_ROUNDS) if "split" in plan.modes else None
+    table = floors.to_dict(sorted({1, *plan.lengths}), bandwidth)
+    return DecodeBenchmark(rows, stock, parts, table, launches, split)
 
 
 def request(prompt: Tensor, new_tokens: int) -> dict[str, Any]:

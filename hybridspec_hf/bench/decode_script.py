@@ -60,6 +60,10 @@ class Script:
         self.entropy.copy_(trace.entropy[:, :draft_tokens])
         self.reset()
 
+    def mean_emitted(self) -> float:
+        """Tokens that a round of the loaded trace emits when all of it is verified."""
+        return float((1 - self.spoiled).cumprod(1).sum(1).float().mean()) + 1
+
     def reset(self) -> None:
         """Play from the first row again."""
         self.turn.zero_()

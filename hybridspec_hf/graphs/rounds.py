@@ -39,8 +39,8 @@ class Step(NamedTuple):
     length: Tensor | None = None
 
 
-def round_steps(r: Round, lengths: Sequence[int]) -> list[Step]:
-    """What a round that chooses among `lengths` runs, in order."""
+def round_steps(r: Round, lengths: Sequence[int], split: bool) -> list[Step]:
+    """What a round that chooses among `lengths` runs, in order; Stage 0 and Stage 1 apart if `split`."""
     s = r.state
     if len(lengths) == 1:
         (length,) = lengths
@@ -49,8 +49,7 @@ def round_steps(r: Round, lengths: Sequence[int]) -> list[Step]:
     def each(name: str, *bodies: Callable[[Round, int], Any]) -> list[Piece]:
         return [Piece(f"{name} of {w} tokens", partial(run_each, bodies, r, w)) for w in lengths]
 
-    if not r.policy.corrects:
-        # nothing is decided at the router boundary
+    if not split:
         chosen = Piece("the proposal and the selector", partial(run_each, (propose, select, correct), r))
         return [Step([chosen]), Step(each("the target", stage0, verify), s.verify_length)]
     return [
@@ -78,6 +77,7 @@ class GraphedRounds:
         lengths: that a round may choose, in ascending order without gaps.
         kind: "parent" (one graph, the GPU chooses), or "per-length" (the CPU reads the lengths of a round).
         rounds_per_launch: up to so many rounds run without the CPU; more than 1 needs the kind "parent".
+        split: whether Stage 0 and Stage 1 are graphs of their own; None where the policy decides at their boundary.
 
     Raises:
         CaptureError: if a piece cannot be captured; the message names it.
@@ -86,8 +86,11 @@ class GraphedRounds:
     the caches hold what they held.
     """
 
-    def __init__(self, r: Round, lengths: Sequence[int], kind: str, rounds_per_launch: int = 1) -> None:
+    def __init__(
+        self, r: Round, lengths: Sequence[int], kind: str, rounds_per_launch: int = 1, split: bool | None = None
+    ) -> None:
         self.r, self.lengths, self.kind, self.rounds_per_launch = r, list(lengths), kind, rounds_per_launch
+        self.split = r.policy.corrects if split is None else split
         device, size = r.state.readout.device, len(r.state.readout)
         self.stream = torch.cuda.Stream(device)
         self.events = [torch.cuda.Event() for _ in range(AHEAD)]
@@ -113,7 +116,7 @@ class GraphedRounds:
 
     def _build(self) -> None:
         """Compile, run and capture every piece, then join them."""
-        self.steps = round_steps(self.r, self.lengths)
+        self.steps = round_steps(self.r, self.lengths, self.split)
         pieces = [piece for step in self.steps for piece in step.pieces]
         several = self.rounds_per_launch > 1
         if several:

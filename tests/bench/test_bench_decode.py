@@ -13,8 +13,9 @@ from torch.utils._device import _device_constructors
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_hf.bench import decode_record
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
+from hybridspec_hf.bench.decode_launches import compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
-from hybridspec_hf.bench.decode_report import DecodeBenchmark, Row, decode_lines
+from hybridspec_hf.bench.decode_report import DecodeBenchmark, Launches, Row, Split, decode_lines
 from hybridspec_hf.bench.decode_routing import (
     bisect_strength,
     distinct_curve,
@@ -342,3 +343,39 @@ def test_bad_arguments_are_refused(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             load_script().main()
         assert message in capsys.readouterr().err
+
+
+def test_ways_to_launch_are_told_and_counted():
+    way = Launches("parent graph", True, 4.5, 9.0, 1 << 30, True)
+    report = DecodeBenchmark([], [], [], {"bandwidth": None}, [way], Split(3100, True, 5.3, 5.2))
+    lines = list(decode_lines(report))
+    assert (
+        "HybridSpec, parent graph, beside a busy Python thread: 4.500 ms a round; capture 9.0 s; 1024 MiB of the GPU"
+        in lines
+    )
+    assert any("unsplit 5.200 ms, over 3100 rounds: tokens, acceptance and rounds the same" in line for line in lines)
+    assert report.passed and report.to_dict()["split"]["rounds"] == 3100
+    for wrong in (
+        replace(report, launches=[replace(way, known_text=False)]),
+        replace(report, split=Split(9, False, 1, 1)),
+    ):
+        assert not wrong.passed
+
+
+def test_graphs_are_compared_on_a_gpu_only(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--device", "cpu", "--modes", "launches"])
+    with pytest.raises(SystemExit):
+        load_script().main()
+    assert "need --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_ways_to_launch_write_the_same_text():
+    pair = build("tiny", "cuda", torch.bfloat16)
+    script = script_of(pair, "roleplay")
+    with torch.no_grad():
+        ways = compare_launches(pair, pair.text(40), script, 64)
+        split = compare_split(pair, pair.text(40), script, 50)
+    assert [way.busy for way in ways] == [False, True] * 4 and all(way.known_text for way in ways)
+    assert len({way.way for way in ways}) == 4
+    assert split.same and split.rounds >= 50

@@ -11,10 +11,6 @@ from hybridspec_generation.round import run_round
 from hybridspec_hf.graphs.rounds import emit_nothing, round_steps
 
 
-class Corrected(RandomLengths):
-    corrects = True
-
-
 def rounds(policy, budget=40):
     model = tiny_target()
     return make_round(model, tiny_drafter(model), torch.tensor([[3, 4, 5]]), budget=budget, policy=policy)
@@ -27,24 +23,27 @@ def committed(r):
     return [n, *(part.clone() for part in parts)]
 
 
-def run_steps(r, lengths):
-    for step in round_steps(r, lengths):
+def run_steps(r, lengths, split):
+    for step in round_steps(r, lengths, split):
         (step.pieces[0] if step.length is None else step.pieces[int(step.length) - lengths[0]]).run()
 
 
-@pytest.mark.parametrize("policy, longest", [(FixedLength, 5), (FixedLength, 2), (Corrected, 16)])
-def test_steps_are_the_round(policy, longest):
+@pytest.mark.parametrize(
+    "policy, longest, split",
+    [(FixedLength, 5, False), (FixedLength, 5, True), (FixedLength, 2, False), (RandomLengths, 16, True)],
+)
+def test_steps_are_the_round(policy, longest, split):
     a, b = rounds(policy(longest)), rounds(policy(longest))
     with torch.no_grad():
         for _ in range(6):
             run_round(a)
-            run_steps(b, range(2, longest + 1))
+            run_steps(b, range(2, longest + 1), split)
             assert torch.equal(a.state.readout, b.state.readout)
     for x, y in zip(committed(a), committed(b), strict=True):
         assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
 
 
-@pytest.mark.parametrize("policy", [FixedLength(5), Corrected(seed=1)])
+@pytest.mark.parametrize("policy", [FixedLength(5), RandomLengths(seed=1)])
 def test_warming_pieces_commits_nothing(policy):
     r = rounds(policy)
     with torch.no_grad():
@@ -53,7 +52,7 @@ def test_warming_pieces_commits_nothing(policy):
         before = committed(r)
         assert int(r.state.num_committed) > 0
         emit_nothing(r)
-        pieces = [piece for step in round_steps(r, range(2, 17)) for piece in step.pieces]
+        pieces = [piece for step in round_steps(r, range(2, 17), True) for piece in step.pieces]
         # without its acceptance, as when only kernels are compiled
         r.cache.commit(r.state.num_committed)
         for piece in pieces:

@@ -12,7 +12,7 @@ class RandomLengths:
 
     def __init__(self, seed: int, block: int = 16, correct: bool = True) -> None:
         self.random, self.block = random.Random(seed), block
-        self.extra_tokens = int(correct)
+        self.extra_tokens, self.corrects = int(correct), correct
 
     def select(self, state) -> None:
         state.nominal_length.fill_(self.random.randint(2, self.block))
