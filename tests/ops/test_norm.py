@@ -141,7 +141,7 @@ def test_norm_refuses_what_it_would_read_wrongly():
         run(None, None, weight, out)
     with pytest.raises(ValueError, match="weight is .*torch.float32"):
         run(x.half(), None, weight, out.half(), zero_centered=False)
-    with pytest.raises(ValueError, match="out is .*torch.float16"):
+    with pytest.raises(ValueError, match="residual is .*torch.float16"):
         run(x, None, weight, out.half())
     for feature in (poisoned(2, 64)[:, ::2], poisoned(2, 33), poisoned(1, 32).expand(2, 32), out.half()):
         with pytest.raises(ValueError, match="feature is .*unit column stride"):
@@ -217,3 +217,13 @@ def test_gated_norm_at_model_sizes(HV, dtype, bound):
             assert error(got, exact) <= bound
             if dtype != torch.float32:
                 assert mostly_equal(got, run_gated(x, gate, weight, gated_rms_norm_ref))
+
+
+@needs_triton
+@pytest.mark.parametrize("parts", [1, 4])
+def test_norm_of_a_sum_without_a_residual(parts):
+    delta, weight = random_delta(parts, 3, 48, torch.float32), torch.randn(48, device=DEVICE)
+    out, want = poisoned(3, 48), poisoned(3, 48, dtype=torch.float64)
+    add_rms_norm(None, delta, weight, out, eps=EPS, zero_centered=False)
+    add_rms_norm_ref(None, delta.double(), weight.double(), want, eps=EPS, zero_centered=False)
+    assert error(out, want) <= 1e-6
