@@ -88,7 +88,8 @@ def _attention_prepare_kernel(
 
     slot = tl.load(start).to(tl.int64) + i_t
     b_x, x_pair = tl.load(x + o_d, mask=m_d, other=0.0), tl.load(x + o_p, mask=rotates, other=0.0)
-    b_v = tl.load(x + HKV * D + o_d, mask=m_d & (i_h >= HQ))
+    # of a vector: Triton's interpreters differ in how a number joins a mask
+    b_v = tl.load(x + HKV * D + o_d, mask=m_d & (i_h + 0 * o_d >= HQ))
     b_cos = tl.load(cos + slot * R + o_d, mask=rotates, other=0.0)
     b_sin = tl.load(sin + slot * R + o_d, mask=rotates, other=0.0)
     start_next(USE_PDL)
