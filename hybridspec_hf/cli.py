@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hybridspec_hf.commands import demo, generate
+from hybridspec_hf.commands import calibrate, demo, generate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo.add_parser(subparsers)
     generate.add_parser(subparsers)
+    calibrate.add_parser(subparsers)
     return parser
 
 

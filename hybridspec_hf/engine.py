@@ -3,7 +3,7 @@
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,15 @@ from .models import SplitTarget, kernel_support, split_target
 from .models.kernel_target import KernelTarget
 
 CAPACITY_STEP = 256
-# buffers up to this many tokens serve shorter requests, too: graphs are captured with them
-KEPT_CAPACITY = 4096
+# on a GPU, where graphs are captured with the buffers: the smallest, and what serves any shorter request
+LEAST_CAPACITY, KEPT_CAPACITY = 2048, 4096
+
+
+class NotCaptured(NamedTuple):
+    """Why a capture failed, and for which drafter: alive, so that no other can have its identity."""
+
+    reason: str
+    drafter: Drafter | None
 
 
 @dataclass
@@ -45,7 +52,7 @@ class Buffers:
     state: RoundState
     target: KernelTarget | None = None
     drafter: BlockDrafter | None = None
-    rounds: dict[Any, GraphedRounds | str] = field(default_factory=dict)
+    rounds: dict[Any, GraphedRounds | NotCaptured] = field(default_factory=dict)
     policies: dict[str, Any] = field(default_factory=dict)
     broken: str | None = None
     weights: tuple[int, ...] = ()
@@ -100,7 +107,7 @@ class Engine:
         """
         block = 1 if drafter is None else drafter.config.block_size
         assert block is not None
-        capacity = -(-(tokens + block) // CAPACITY_STEP) * CAPACITY_STEP
+        capacity = bucket(tokens + block, self.target.cache_shape.device)
         with self._lock:
             idle, self._idle = self._idle, None
         if idle is not None and fits(idle, capacity, block, gdn_backend, eos):
@@ -150,9 +157,9 @@ class Engine:
         if drafter is None or buffers.context is None:
             return None
         target, bound = self.target, buffers.drafter
-        if bound is None or bound.embed_tokens is not target.embed_tokens or bound.lm_head is not target.lm_head:
-            reason = buffers.broken or kernel_drafter.why_not(drafter, target.embed_tokens, target.lm_head)
-            kind = BlockDrafter if reason else KernelDrafter
+        reason = buffers.broken or kernel_drafter.why_not(drafter, target.embed_tokens, target.lm_head)
+        kind = BlockDrafter if reason else KernelDrafter
+        if type(bound) is not kind or (bound.embed_tokens, bound.lm_head) != (target.embed_tokens, target.lm_head):
             bound = buffers.drafter = kind(drafter, target.embed_tokens, target.lm_head, buffers.context)
         elif isinstance(bound, KernelDrafter):
             bound.refresh()
@@ -177,7 +184,9 @@ class Engine:
     def by_modules(self, drafter: DFlashDrafter | None, buffers: Buffers, r: Round) -> Round:
         """A prefilled round whose target and drafter run module by module."""
         buffers.cache.clear_rejected = True
-        buffers.drafter = None
+        buffers.cache.gdn.kernels = buffers.state.kernels = False
+        buffers.drop_graphs()
+        buffers.target = buffers.drafter = None
         bound = None
         if drafter is not None and buffers.context is not None:
             bound = BlockDrafter(drafter, self.target.embed_tokens, self.target.lm_head, buffers.context)
@@ -196,6 +205,14 @@ class Engine:
             idle.forget()
 
 
+def bucket(tokens: int, device: torch.device) -> int:
+    """Capacity for so many tokens, in steps of an eighth of its size: a growing conversation seldom grows it."""
+    if device.type == "cuda":
+        tokens = max(tokens, LEAST_CAPACITY)
+    step = max(CAPACITY_STEP, 1 << max(tokens.bit_length() - 4, 0))
+    return -(-tokens // step) * step
+
+
 def fits(buffers: Buffers, capacity: int, block: int, gdn_backend: str, eos: int) -> bool:
     """Whether the last request's buffers serve one that needs this much, without holding far more."""
     cache = buffers.cache
@@ -205,6 +222,11 @@ def fits(buffers: Buffers, capacity: int, block: int, gdn_backend: str, eos: int
         and cache.gdn.name == gdn_backend
         and eos <= len(buffers.state.eos)
     )
+
+
+def sizes(target: SplitTarget) -> tuple[Any, ...]:
+    """What buffers are made for."""
+    return target.cache_shape, target.hidden_size, target.top_k, target.num_experts, target.feature_layers
 
 
 def addresses(target: SplitTarget, drafter: DFlashDrafter | None) -> tuple[int, ...]:
@@ -260,9 +282,10 @@ def get_engine(model: nn.Module, drafter: DFlashDrafter | None) -> Engine:
         # modules may have been replaced since the last call (an adapter, new embeddings)
         target = split_target(model, () if drafter is None else tuple(drafter.config.target_layer_ids or ()))
         drafter_dtype = None if drafter is None else (drafter.dtype, drafter.device)
-        if known is None or known.target.cache_shape != target.cache_shape or known.drafter_dtype != drafter_dtype:
+        if known is None or known.drafter_dtype != drafter_dtype or sizes(known.target) != sizes(target):
             known = owner.by_model[model] = Engine(target, drafter_dtype)
-            _of_model.setdefault(model, weakref.WeakSet()).add(known)
+        # again: release takes them out
+        _of_model.setdefault(model, weakref.WeakSet()).add(known)
         known.target = target
         return known
 

@@ -64,6 +64,8 @@ def in_chunks(generation_config: Any, length: int, model_kwargs: dict[str, Any])
         return generation_config
     chunked = copy.copy(generation_config)
     chunked.prefill_chunk_size = PREFILL_CHUNK
+    # which transformers would do for chunks alone; the feature layers must be seen
+    chunked.disable_compile = True
     return chunked
 
 

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,15 @@ from hybridspec_generation import DecodeReport, HybridSpecConfig, decode
 from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.gdn import GDNBackend
 from hybridspec_generation.gdn.base import MAX_KERNEL_WIDTH
-from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, LengthPolicy, NominalPolicy
+from hybridspec_generation.policies import (
+    DCutPolicy,
+    DSparkPolicy,
+    EvictPolicy,
+    FixedLength,
+    HybridSpecPolicy,
+    LengthPolicy,
+    NominalPolicy,
+)
 from hybridspec_generation.round import Round
 from hybridspec_kernels import MAX_TOKENS
 
@@ -25,7 +33,7 @@ from .calibration.tables import TableSet, choose_tables, selection_tables
 from .drafters import kernel_drafter
 from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
-from .engine import Buffers, Engine, get_engine
+from .engine import Buffers, Engine, NotCaptured, get_engine
 from .graphs.capture import CaptureError
 from .graphs.conditional import supported
 from .graphs.rounds import GraphedRounds
@@ -33,6 +41,14 @@ from .models import SplitTarget
 from .models.kernel_target import KernelTarget
 from .prefill import prefill, prompt_length
 from .validation import as_config, check_drafter, check_options
+
+ADAPTIVE = {
+    "hybridspec": HybridSpecPolicy,
+    "nominal": NominalPolicy,
+    "dcut": DCutPolicy,
+    "evict": EvictPolicy,
+    "dspark": DSparkPolicy,
+}
 
 
 @dataclass
@@ -84,9 +100,7 @@ def hybridspec_decoding(
     try:
         round_ = start(self, engine, buffers, drafter, prompt, emitter, report)
         if not emitter.finished:
-            round_, graphs = choose_target(engine, buffers, drafter, round_, config.graphs, report)
-            policy = length_policy(plan, engine, buffers, round_, prompt, report, graphs != "off")
-            rounds = prepare_rounds(engine, buffers, drafter, replace(round_, policy=policy), config, graphs, report)
+            rounds = plan_rounds(engine, buffers, drafter, plan, round_, prompt, config, report)
             run_rounds(rounds, emitter, report)
     finally:
         engine.give_back(buffers)
@@ -161,36 +175,54 @@ def choose_target(
     return round_, graphs if on_gpu else "off"
 
 
-def prepare_rounds(
-    engine: Engine, buffers: Buffers, drafter: DFlashDrafter | None, round_: Round,
-    config: HybridSpecConfig, graphs: str, report: DecodeReport,
+def plan_rounds(
+    engine: Engine, buffers: Buffers, drafter: DFlashDrafter | None, plan: int | TableSet, round_: Round,
+    prompt: Prompt, config: HybridSpecConfig, report: DecodeReport,
 ) -> Generator[RoundReadout]:  # fmt: skip
-    """The request's rounds; their graphs are captured by the first request that needs them."""
+    """The prefilled request's rounds, in kernels and graphs where they run; where one fails, by modules."""
+    state = round_.state
+    begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
+    in_kernels, graphs = choose_target(engine, buffers, drafter, round_, config.graphs, report)
+    try:
+        policy = length_policy(plan, engine, buffers, in_kernels, prompt, report, graphs != "off")
+        return prepare_rounds(buffers, replace(in_kernels, policy=policy), begin, config, graphs, report)
+    except Exception as error:
+        if report.launches == "modules":
+            raise
+        # a kernel that does not compile, or does not fit on this GPU; memory may be there the next time
+        reason = f"a kernel failed with {type(error).__name__}: {error}"
+        if not isinstance(error, torch.OutOfMemoryError):
+            buffers.broken = reason
+        note(report, f"rounds run the model's modules one by one, without graphs: {reason}")
+    report.launches = "modules"
+    begin()
+    round_ = engine.by_modules(drafter, buffers, round_)
+    return decode(replace(round_, policy=length_policy(plan, engine, buffers, round_, prompt, report, False)))
+
+
+def prepare_rounds(
+    buffers: Buffers, round_: Round, begin: Callable[[], None], config: HybridSpecConfig, graphs: str,
+    report: DecodeReport,
+) -> Generator[RoundReadout]:  # fmt: skip
+    """The request's rounds; their graphs are captured by the first request that needs them, then `begin` is called."""
     if graphs == "off":
         return decode(round_)
-    policy = round_.policy
+    policy, drafter = round_.policy, round_.drafter
     longest = policy.length if isinstance(policy, FixedLength) else round_.state.block
     at_once = config.rounds_per_launch if graphs == "parent" else 1
-    key = (type(policy).__name__, longest, graphs, at_once, id(round_.drafter))
+    key = (type(policy).__name__, longest, graphs, at_once, id(drafter))
     if key not in buffers.rounds:
-        state, started = round_.state, time.perf_counter()
-        begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
+        started = time.perf_counter()
         try:
             buffers.rounds[key] = GraphedRounds(round_, range(min(2, longest), longest + 1), graphs, at_once)
         except CaptureError as error:
-            buffers.rounds[key] = str(error)
-        except Exception as error:
-            # a kernel that does not compile, or does not fit on this GPU
-            buffers.broken = f"a kernel failed with {type(error).__name__}: {error}"
-        begin()
+            buffers.rounds[key] = NotCaptured(str(error), drafter)
+        finally:
+            begin()
         report.capture_seconds = time.perf_counter() - started
-    if buffers.broken is not None:
-        note(report, f"rounds run the model's modules one by one, without graphs: {buffers.broken}")
-        report.launches = "modules"
-        return decode(engine.by_modules(drafter, buffers, round_))
     rounds = buffers.rounds[key]
-    if isinstance(rounds, str):
-        note(report, f"rounds run without graphs: {rounds}")
+    if isinstance(rounds, NotCaptured):
+        note(report, f"rounds run without graphs: {rounds.reason}")
         return decode(round_)
     if at_once < config.rounds_per_launch:
         note(report, "rounds_per_launch has no effect without a parent graph")
@@ -237,10 +269,11 @@ def length_policy(
     text = torch.cat([prompt.input_ids[0].to(round_.state.anchor), round_.state.anchor])
     tables = selection_tables(plan, engine, round_, text, report, graphs)
     # without a router in Layer 0 there is no boundary to correct at
-    kind = NominalPolicy if report.policy == "nominal" or not engine.target.top_k else HybridSpecPolicy
+    kind = ADAPTIVE["nominal" if report.policy == "hybridspec" and not engine.target.top_k else report.policy]
     known = buffers.policies.get(kind.__name__)
     if known is None or any(a.shape != b.shape for a, b in zip(known.tables, tables, strict=True)):
-        buffers.drop_graphs()
+        if known is not None:
+            buffers.drop_graphs()
         known = buffers.policies[kind.__name__] = kind(tables)
     # graphs read the tables where they are
     for mine, theirs in zip(known.tables, tables, strict=True):

@@ -18,7 +18,7 @@ from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair
 from hybridspec_hf.evals.exactness import check_exactness, provenance, worst_margin
 
-ALL = ["ar", "full", "nominal", "hybridspec", *(f"static:{n}" for n in range(2, 17))]
+ALL = ["ar", "full", "nominal", "hybridspec", "dcut", "evict", "dspark", *(f"static:{n}" for n in range(2, 17))]
 
 
 def parse() -> argparse.Namespace:

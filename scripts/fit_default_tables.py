@@ -17,12 +17,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hybridspec_hf
-from hybridspec_hf.calibration.acceptance import acceptance_quality, fit_acceptance_table
+from hybridspec_hf.calibration.acceptance import acceptance_quality
+from hybridspec_hf.calibration.calibrate import fit_tables, model_eos
 from hybridspec_hf.calibration.capture import CaptureRounds, capture_rounds
-from hybridspec_hf.calibration.experts import fit_expert_table, routing_correlation
+from hybridspec_hf.calibration.experts import routing_correlation
 from hybridspec_hf.calibration.tables import DEFAULTS
 from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, Pair, encode, load_pair
+from hybridspec_hf.engine import get_engine
 
 ASSETS = Path(hybridspec_hf.__file__).parent / "assets"
 
@@ -31,9 +33,8 @@ def capture(pair: Pair, rows: list[dict[str, Any]], max_new_tokens: int, name: s
     """A capture run over chat prompts."""
     prompts: list[Tensor] = [encode(pair, row["prompt"], chat_template=True)["input_ids"] for row in rows]
     assert pair.drafter is not None
-    eos = [pair.tokenizer.eos_token_id]
     bar = tqdm(prompts, desc=name, unit="prompt")
-    return capture_rounds(pair.model, pair.drafter, bar, max_new_tokens=max_new_tokens, eos=eos)
+    return capture_rounds(pair.model, pair.drafter, bar, max_new_tokens=max_new_tokens, eos=model_eos(pair.model))
 
 
 def main() -> None:
@@ -53,10 +54,7 @@ def main() -> None:
     held_out = capture(pair, [r for c in turns.values() for r in c[1::2]], args.max_new_tokens, "held-out")
 
     source = f"tiny pair, {len(seen.accepted)} rounds of its calibration prompts"
-    config = pair.model.config
-    acceptance = fit_acceptance_table(seen, source)
-    moe = {"top_k": config.num_experts_per_tok, "num_moe_layers": config.num_hidden_layers}
-    experts = fit_expert_table(seen, source=source, **moe)
+    acceptance, experts = fit_tables(seen, get_engine(pair.model, pair.drafter).target, source)
     tables = {"acceptance": asdict(acceptance), "experts": asdict(experts)}
     args.out.write_text(json.dumps(tables, separators=(",", ":")) + "\n", encoding="utf-8")
     figures = {"calibration_rounds": len(seen.accepted), "held_out_rounds": len(held_out.accepted)}

@@ -17,6 +17,7 @@ from transformers.generation import utils as generation_utils
 import hybridspec_hf
 from hybridspec_hf import HybridSpecConfig, registration
 
+IDS = torch.tensor([[5, 6, 7, 8]])
 MODE = {"generation_mode": "hybridspec", "max_new_tokens": 9, "do_sample": False}
 
 
@@ -169,3 +170,36 @@ def test_engine_follows_the_model_to_another_dtype():
     model.generate(**options, assistant_model=drafter)
     model, drafter = model.to(torch.bfloat16), drafter.to(torch.bfloat16)
     assert model.generate(**options, assistant_model=drafter).shape == (1, 13)
+
+
+def test_release_works_every_time():
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    engine = hybridspec_hf.engine.get_engine(model, drafter)
+    for _ in range(3):
+        model.generate(input_ids=IDS, assistant_model=drafter, **MODE)
+        assert engine is hybridspec_hf.engine.get_engine(model, drafter)
+        assert engine._idle is not None and engine.costs
+        hybridspec_hf.release(model)
+        assert engine._idle is None and not engine.costs
+
+
+def test_a_used_drafter_can_be_copied_pickled_and_saved(tmp_path):
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    options = {"input_ids": IDS, "generation_mode": "hybridspec", "do_sample": False, "max_new_tokens": 5}
+    want = model.generate(assistant_model=drafter, **options)
+    drafter.config.num_target_layers = model.config.num_hidden_layers
+    drafter.save_pretrained(tmp_path)
+    copies = (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter)))
+    for other in (*copies, hybridspec_hf.DFlashDrafter.from_pretrained(tmp_path)):
+        assert torch.equal(model.generate(assistant_model=other, **options), want)
+        assert hybridspec_hf.engine.get_engine(model, other) is not hybridspec_hf.engine.get_engine(model, drafter)
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 2049, 5000, 100_000])
+def test_capacities_grow_in_steps_of_their_size(tokens):
+    for device, least in (("cpu", 256), ("cuda", 2048)):
+        capacity = hybridspec_hf.engine.bucket(tokens, torch.device(device))
+        assert max(tokens, least) <= capacity <= max(tokens + 256, least, 1.15 * tokens)
+        assert hybridspec_hf.engine.bucket(capacity, torch.device(device)) == capacity

@@ -442,3 +442,14 @@ def test_long_prompts_go_through_the_model_in_chunks(family, monkeypatch):
         sizes.clear()
         assert torch.equal(ours(model, drafter, policy, input_ids=ids, prefill_chunk_size=16), text)
         assert sizes[:2] == [16, 5]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_another_number_of_experts_on_a_used_model(family):
+    model = tiny_target(family)
+    drafter = tiny_drafter(model)
+    assert_equals_plain(model, drafter, ("ar", "full"))
+    model.config.num_experts_per_tok = 1
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 1
+    assert_equals_plain(model, drafter, ("ar", "full"))

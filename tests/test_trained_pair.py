@@ -6,7 +6,7 @@ from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair
 from hybridspec_hf.evals.exactness import check_exactness, worst_margin
 
-ROTATING = ["full", "nominal", *(f"static:{n}" for n in range(2, 17))]
+ROTATING = ["full", "nominal", "dcut", "evict", "dspark", *(f"static:{n}" for n in range(2, 17))]
 PROMPTS, NEW_TOKENS, SHARDS = 200, 64, 10
 # best and second best logit at most this many bf16 spacings apart where an output may leave plain generate's
 NEAR_TIE = 4.0

@@ -13,8 +13,8 @@ from torch import Tensor
 from .gdn import GDN_BACKENDS
 
 CONFIG_NAME = "hybridspec_config.json"
-POLICIES = '"hybridspec", "nominal", "full" or "static:N" (N >= 2, e.g. "static:4")'
-ADAPTIVE_POLICIES = ("hybridspec", "nominal")
+POLICIES = '"hybridspec", "nominal", "dcut", "evict", "dspark", "full" or "static:N" (N >= 2, e.g. "static:4")'
+ADAPTIVE_POLICIES = ("hybridspec", "nominal", "dcut", "evict", "dspark")
 # a launch cannot be stopped from the CPU
 MOST_ROUNDS = 256
 GRAPHS = ("auto", "parent", "per-length", "off")
@@ -24,13 +24,14 @@ Table = TypeVar("Table", bound="_Table")
 
 
 class _Table:
-    """A frozen dataclass of finite numbers that travels as JSON: lists become tuples, nothing else passes."""
+    """A frozen dataclass of finite numbers and text that travels as JSON: lists become tuples, nothing else passes."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            if not (isinstance(value, str) if f.name == "source" else _finite(value)):
-                raise ValueError(f"{type(self).__name__}.{f.name} must hold finite numbers only. Calibrate again.")
+            value, is_text = getattr(self, f.name), f.type is str
+            if not (isinstance(value, str) if is_text else _finite(value)):
+                kind = "be text" if is_text else "hold finite numbers only"
+                raise ValueError(f"{type(self).__name__}.{f.name} must {kind}. Calibrate again.")
 
     @classmethod
     def from_dict(cls: type[Table], values: dict[str, Any]) -> Table:
@@ -111,6 +112,7 @@ class CostTable(_Table):
         stage0_token_cost: s, one more token through Layer 0's token mixer and router.
         expert_cost: eta, one more distinct expert in one MoE layer.
         source: hardware, versions and how it was measured.
+        device: name of the GPU it belongs to ("cpu" without one); on another, generate measures anew. "": any.
     """
 
     target_cost: Row
@@ -118,6 +120,7 @@ class CostTable(_Table):
     stage0_token_cost: float
     expert_cost: float
     source: str = ""
+    device: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +175,8 @@ class HybridSpecConfig:
 
     Args:
         policy: "hybridspec" (selector and routing correction), "nominal" (selector only), "static:N" (always N
-            tokens) or "full" (the whole block: vanilla DFlash).
+            tokens) or "full" (the whole block: vanilla DFlash); for comparison the rules "dcut" (D-Cut), "evict" (our
+            reconstruction of EVICT) and "dspark" (DSpark-style).
         acceptance, experts: calibrated tables; None uses the shipped ones, fitted on the tiny pair.
         cost: the target's latency curve; None measures it at first use (a few seconds, kept for the model's life).
         throughput: rho, tokens per second; None solves it over the acceptance table's reference rounds.
@@ -283,7 +287,8 @@ class SelectionTables(NamedTuple):
 
     Attributes:
         confidence_knots, acceptance_knots: `[D, N]`. acceptance_weights: `[6]`.
-        target_cost: `[W+1]` seconds. stage0_token_cost, expert_cost: `[1]` seconds. throughput: `[1]` tokens/s.
+        target_cost: `[W+1]` seconds, fixed_cost removed. fixed_cost, stage0_token_cost, expert_cost: `[1]` seconds.
+        throughput: `[1]` tokens/s.
         mean_new_pairs: `[W+1]`. mean_new_pairs_given: `[W+1, topk+1]`.
     """
 
@@ -291,6 +296,7 @@ class SelectionTables(NamedTuple):
     acceptance_knots: Tensor
     acceptance_weights: Tensor
     target_cost: Tensor
+    fixed_cost: Tensor
     stage0_token_cost: Tensor
     expert_cost: Tensor
     throughput: Tensor
@@ -309,7 +315,7 @@ class SelectionTables(NamedTuple):
         """Tables of one block size as tensors on `device`."""
         values = (
             acceptance.confidence_knots, acceptance.acceptance_knots, acceptance.weights, cost.target_cost,
-            [cost.stage0_token_cost], [cost.expert_cost], [throughput], experts.mean_new_pairs,
+            [cost.fixed_cost], [cost.stage0_token_cost], [cost.expert_cost], [throughput], experts.mean_new_pairs,
             experts.mean_new_pairs_given,
         )  # fmt: skip
         with torch.inference_mode(False):

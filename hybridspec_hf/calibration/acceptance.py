@@ -1,16 +1,22 @@
 """Capture rounds -> AcceptanceTable: isotonic confidence per position, then a logistic model (Appendix A.2, E.3)."""
 
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridspec_generation import AcceptanceTable
 from hybridspec_kernels import conditional_acceptance_ref
 from hybridspec_kernels.selection.acceptance import acceptance_features_ref
 
-from .capture import CaptureRounds
+from .capture import CaptureRounds, merge_rounds
 
 REFERENCE_ROUNDS = 256
 MIN_ROUNDS = 30
+FOLDS = 5
 
 
 def fit_acceptance_table(rounds: CaptureRounds, source: str) -> AcceptanceTable:
@@ -20,26 +26,28 @@ def fit_acceptance_table(rounds: CaptureRounds, source: str) -> AcceptanceTable:
 
     Args:
         rounds: a capture run with N rounds. source: what it was captured on, kept in the table.
+
+    Raises:
+        ValueError: if there are fewer than 30 rounds, or nothing to tell apart in them.
     """
     from sklearn.linear_model import LogisticRegression
 
     knots, values = fit_isotonic(rounds)
     table = torch.tensor(knots), torch.tensor(values)
     reached, labels = reached_positions(rounds)
-    features = torch.stack([
-        acceptance_features_ref(c.double(), h.double(), *table)
-        for c, h in zip(rounds.confidence, rounds.entropy, strict=True)
-    ])  # fmt: skip
+    if len(labels[reached].unique()) < 2:
+        what, advice = "rejected", "Was this drafter trained for this target?"
+        if labels[0, 0]:
+            what, advice = "accepted", "Add more varied prompts."
+        raise ValueError(f"In {len(reached)} rounds every draft token was {what}: nothing to calibrate. {advice}")
+    features = each_round(acceptance_features_ref, rounds, *table)
     # no regularisation to speak of: thousands of rounds, six weights; the first feature is the intercept
     model = LogisticRegression(C=1e4, fit_intercept=False, max_iter=1000)
     model.fit(features[reached].numpy(), labels[reached].numpy())
     weights = torch.tensor(model.coef_[0])
 
     step = max(1, len(rounds.accepted) // REFERENCE_ROUNDS)
-    reference = torch.stack([
-        conditional_acceptance_ref(c.double(), h.double(), *table, weights).cumprod(0)
-        for c, h in zip(rounds.confidence[::step], rounds.entropy[::step], strict=True)
-    ])  # fmt: skip
+    reference = each_round(conditional_acceptance_ref, rounds, *table, weights)[::step].cumprod(1)
     return AcceptanceTable(
         confidence_knots=_rows(knots),
         acceptance_knots=_rows(values),
@@ -59,15 +67,7 @@ def acceptance_quality(rounds: CaptureRounds, table: AcceptanceTable) -> dict[st
     from sklearn.metrics import roc_auc_score
 
     reached, labels = reached_positions(rounds)
-    parts = (
-        torch.tensor(part, dtype=torch.float64)
-        for part in (table.confidence_knots, table.acceptance_knots, table.weights)
-    )
-    knots, values, weights = parts
-    fitted = torch.stack([
-        conditional_acceptance_ref(c.double(), h.double(), knots, values, weights)
-        for c, h in zip(rounds.confidence, rounds.entropy, strict=True)
-    ])  # fmt: skip
+    fitted = predict_acceptance(rounds, table)
     truth = labels[reached].double()
     quality = {"acceptance_length": float(rounds.accepted.double().mean()) + 1}
     for name, scores in (("confidence", rounds.confidence.double()[reached]), ("table", fitted[reached])):
@@ -76,14 +76,48 @@ def acceptance_quality(rounds: CaptureRounds, table: AcceptanceTable) -> dict[st
     return {name: round(value, 4) for name, value in quality.items()}
 
 
-def calibration_error(scores: torch.Tensor, truth: torch.Tensor, bins: int = 10) -> float:
+def predict_acceptance(rounds: CaptureRounds, table: AcceptanceTable) -> Tensor:
+    """The table's conditional acceptance probabilities of N rounds, `[N, D]`, fp64."""
+    if not len(rounds.accepted):
+        return torch.empty_like(rounds.confidence, dtype=torch.float64)
+    parts = (table.confidence_knots, table.acceptance_knots, table.weights)
+    return each_round(conditional_acceptance_ref, rounds, *(torch.tensor(part, dtype=torch.float64) for part in parts))
+
+
+def predict_unseen(prompts: Sequence[CaptureRounds]) -> Tensor:
+    """Acceptance of every round by a table that was fitted without its prompt, `[N, D]`, fp64, prompts in order.
+
+    Args:
+        prompts: the rounds of each prompt; a fifth of them is left out of each fit.
+
+    Raises:
+        ValueError: if the other prompts have too few rounds for a fit.
+    """
+    predicted: dict[int, Tensor] = {}
+    for fold in range(min(FOLDS, len(prompts))):
+        others = merge_rounds([part for i, part in enumerate(prompts) if i % FOLDS != fold])
+        table = fit_acceptance_table(others, "")
+        predicted |= {i: predict_acceptance(prompts[i], table) for i in range(fold, len(prompts), FOLDS)}
+    return torch.cat([predicted[i] for i in range(len(prompts))])
+
+
+def each_round(function: Callable[..., Tensor], rounds: CaptureRounds, *tables: Tensor) -> Tensor:
+    """`function(confidence, entropy, *tables)` of every round, `[N, ...]`, in fp64."""
+    batched: Any = torch.vmap(function, in_dims=(0, 0, *(None for _ in tables)))
+    with warnings.catch_warnings():
+        # vmap hands searchsorted a view, which is copied
+        warnings.filterwarnings("ignore", message=".*non-contiguous")
+        return batched(rounds.confidence.double(), rounds.entropy.double(), *tables)
+
+
+def calibration_error(scores: Tensor, truth: Tensor, bins: int = 10) -> float:
     """Expected calibration error of `scores` `[n]` in [0, 1] against 0/1 `truth` `[n]`, over equal-width bins."""
     index = (scores * bins).long().clamp(0, bins - 1)
     gaps = [((scores - truth)[index == b]).sum().abs() for b in range(bins)]
     return float(torch.stack(gaps).sum() / len(scores))
 
 
-def reached_positions(rounds: CaptureRounds) -> tuple[torch.Tensor, torch.Tensor]:
+def reached_positions(rounds: CaptureRounds) -> tuple[Tensor, Tensor]:
     """`[N, D]` each: whether position i was reached (A >= i - 1), and whether it was accepted (A >= i)."""
     position = torch.arange(1, rounds.confidence.shape[1] + 1)
     accepted = rounds.accepted[:, None]
@@ -103,7 +137,10 @@ def fit_isotonic(rounds: CaptureRounds) -> tuple[np.ndarray, np.ndarray]:
 
     reached, labels = reached_positions(rounds)
     if len(reached) < MIN_ROUNDS:
-        raise ValueError(f"Calibration needs at least {MIN_ROUNDS} uncut rounds, got {len(reached)}. Add prompts.")
+        raise ValueError(
+            f"Calibration needs at least {MIN_ROUNDS} uncut rounds, got {len(reached)}. "
+            "Add prompts, or allow more new tokens."
+        )
     tables: list[tuple[np.ndarray, np.ndarray]] = []
     for i in range(rounds.confidence.shape[1]):
         rows = reached[:, i]

@@ -55,6 +55,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> Cos
         fixed_cost=fixed + draft,
         stage0_token_cost=max(0.0, slope(lengths, first)),
         expert_cost=expert_cost(r, timer),
+        device=device_name(text.device),
         source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
         f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, shortest of {REPEATS}",
     )

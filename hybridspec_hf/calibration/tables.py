@@ -1,6 +1,7 @@
 """HybridSpecConfig -> the device tables of an adaptive policy: given, shipped, or measured at first use."""
 
 import json
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
@@ -16,7 +17,7 @@ from hybridspec_generation.throughput import solve_throughput
 
 from ..engine import Engine
 from ..models import SplitTarget
-from .latency import measure_cost
+from .latency import device_name, measure_cost
 
 DEFAULTS = "default_tables.json"
 
@@ -26,7 +27,7 @@ class TableSet(NamedTuple):
 
     Attributes:
         throughput: rho, or None to solve it once the cost is known.
-        notes: which of them are shipped defaults.
+        notes: which of them are shipped defaults or belong to another machine.
     """
 
     acceptance: AcceptanceTable
@@ -54,17 +55,30 @@ def choose_tables(config: HybridSpecConfig, target: SplitTarget, block: int) -> 
             f"layers, this one has top_k={target.top_k} and {target.num_moe_layers}. Calibrate on this target, or "
             "leave experts out to use the shipped default."
         )
-    if config.throughput is None and not acceptance.reference_rounds:
+    notes = []
+    cost, throughput = config.cost, config.throughput
+    if cost is not None and cost.device and cost.device != (here := device_name(target.cache_shape.device)):
+        notes.append(
+            f"the cost table was measured on {cost.device}, this is {here}: it is measured again here, and rho solved "
+            "with it; the other tables are kept"
+        )
+        _warn_once(notes[0])
+        cost = throughput = None
+    if throughput is None and not acceptance.reference_rounds:
         raise ValueError(
             "The acceptance table has no reference_rounds, so rho cannot be solved. "
             "Set HybridSpecConfig(throughput=tokens_per_second), or calibrate again."
         )
-    notes = []
     if config.acceptance is None:
         notes.append(f"acceptance: shipped default ({acceptance.source})")
     if config.experts is None:
         notes.append(f"experts: shipped default ({experts.source})")
-    return TableSet(acceptance, experts, config.cost, config.throughput, notes)
+    return TableSet(acceptance, experts, cost, throughput, notes)
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    warnings.warn(f"HybridSpec: {text}.", stacklevel=3)
 
 
 def _check_blocks(config: HybridSpecConfig, block: int) -> None:

@@ -53,7 +53,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=policy_name,
         default=list(LABELS),
         metavar="POLICY",
-        help="ar, full (vanilla DFlash), hybridspec, nominal or static:N (default: ar full hybridspec)",
+        help="ar, full (vanilla DFlash), hybridspec, nominal, dcut, evict, dspark, static:N "
+        "(default: ar full hybridspec)",
     )
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="number of prompts (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")

@@ -14,7 +14,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--target", required=True, help="target model: a folder or a Hub name")
     parser.add_argument("--drafter", help="its DFlash drafter; without one the target decodes autoregressively")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--policy", type=policy_name, help="hybridspec (default), nominal, full, static:N or ar")
+    parser.add_argument(
+        "--policy",
+        type=policy_name,
+        help="hybridspec (default), nominal, dcut, evict, dspark, full, static:N or ar",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")

@@ -21,7 +21,7 @@ from hybridspec_kernels import (
     swiglu_linear,
 )
 
-from ..models.kernel_support import MOST_COLUMNS, MOST_HEAD_CHANNELS
+from ..models.kernel_support import MOST_COLUMNS, MOST_HEAD_CHANNELS, computes_plainly
 from .block import BlockDrafter, DraftContext
 from .dflash import DFlashDrafter
 
@@ -154,9 +154,9 @@ def why_not(drafter: DFlashDrafter, embed_tokens: Any, lm_head: Any) -> str | No
         return "the drafter has biases, or another activation than silu"
     if config.head_dim > MOST_HEAD_CHANNELS or config.hidden_size > MOST_COLUMNS:
         return f"heads of {config.head_dim} or hidden size {config.hidden_size} are more than the kernels take"
-    plain = [embed_tokens, lm_head, *(module for module in drafter.modules() if module is not drafter)]
-    if hooked := next((m for m in plain if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None):
-        return f"a {type(hooked).__name__} has hooks or another forward"
+    for module in (embed_tokens, lm_head, *(module for module in drafter.modules() if module is not drafter)):
+        if not computes_plainly(module, called_by_rounds=False):
+            return f"a {type(module).__name__} is more than a drafter's own layer"
     dtypes = {embed_tokens.weight.dtype, lm_head.weight.dtype, *(p.dtype for p in drafter.parameters())}
     if len(dtypes) != 1:
         return f"drafter and target differ in dtype ({', '.join(sorted(map(str, dtypes)))})"

@@ -22,12 +22,15 @@ def warm_up(
         advance: called after each of the two steps, for a progress bar.
     """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        with ThreadPoolExecutor(min(MOST_THREADS, cpu_count() or 1)) as executor, compile_only(executor):
+    try:
+        with torch.cuda.stream(stream):
+            with ThreadPoolExecutor(min(MOST_THREADS, cpu_count() or 1)) as executor, compile_only(executor):
+                for run in runs:
+                    run()
+            advance()
             for run in runs:
                 run()
-        advance()
-        for run in runs:
-            run()
-    stream.synchronize()
+    finally:
+        # whatever fails: nothing of it still writes when the caller goes on
+        stream.synchronize()
     advance()

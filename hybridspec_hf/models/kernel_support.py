@@ -9,11 +9,12 @@ from hybridspec_generation.cache import TargetCache
 
 from .base import SplitTarget, plain_linear
 
-# transformers' layers that the kernels stand for, by the end of their names
+# layers of transformers and of our drafter that the kernels stand for, by the end of their names
 KNOWN = (
     "RMSNorm", "RMSNormGated", "TopKRouter", "Experts", "SparseMoeBlock", "MLP", "GatedDeltaNet", "Attention",
-    "DecoderLayer",
+    "DecoderLayer", "DFlashLayer",
 )  # fmt: skip
+HOMES = ("transformers.models.qwen3", "hybridspec_hf.drafters.modules")
 SILU = ("SiLU", "SiLUActivation")
 MOST_HEAD_CHANNELS, MOST_COLUMNS, MOST_EXPERTS = 256, 8192, 4096
 
@@ -78,6 +79,6 @@ def computes_plainly(module: Any, called_by_rounds: bool) -> bool:
     kind = type(module)
     if kind is nn.Embedding:
         return module.max_norm is None
-    if kind is nn.Conv1d or kind.__name__ in SILU:
+    if kind in (nn.Conv1d, nn.ModuleList) or kind.__name__ in SILU:
         return True
-    return kind.__module__.startswith("transformers.models.qwen3") and kind.__name__.endswith(KNOWN)
+    return kind.__module__.startswith(HOMES) and kind.__name__.endswith(KNOWN)

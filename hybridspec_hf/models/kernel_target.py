@@ -104,6 +104,8 @@ class KernelTarget:
 
     def refresh(self, split: SplitTarget) -> None:
         """Take over what a new view of the same weights copied from them, in place."""
+        # a module without parameters, which may have been replaced
+        self.split.rotary_emb = split.rotary_emb
         for mine, theirs in zip(self.split.gdn_params, split.gdn_params, strict=True):
             mine.conv_weight.copy_(theirs.conv_weight)
 

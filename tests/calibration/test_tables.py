@@ -19,6 +19,7 @@ from hybridspec_hf.calibration.tables import choose_tables, default_tables, fit_
 
 D, W = 15, 16
 NAN = float("nan")
+TEXTS = ("source", "device")
 
 
 def synthetic_rounds(count, seed=0):
@@ -179,11 +180,11 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
     good = numbers_of(tables_for(W)[kind])
     assert HybridSpecConfig(**{kind: good}) == HybridSpecConfig(**{kind: tables_for(W)[kind]})
     for name, value in good.items():
-        bad = [None, {}, b"1"] if name == "source" else [with_leaf(value, x) for x in (None, "1", True, NAN, math.inf)]
+        bad = [None, {}, b"1"] if name in TEXTS else [with_leaf(value, x) for x in (None, "1", True, NAN, math.inf)]
         for broken in bad:
             with pytest.raises(ValueError, match=f"{name} must"):
                 HybridSpecConfig(**{kind: {**good, name: broken}})
-        if name not in ("source", "reference_rounds"):
+        if name not in (*TEXTS, "reference_rounds"):
             with pytest.raises(ValueError, match=f"misses .*{name}"):
                 HybridSpecConfig(**{kind: {k: v for k, v in good.items() if k != name}})
 

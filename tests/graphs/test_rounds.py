@@ -211,6 +211,21 @@ def test_a_kernel_that_fails_leaves_the_rounds_to_the_modules(monkeypatch):
         assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "modules"
 
 
+def test_a_failure_while_measuring_leaves_the_rounds_to_the_modules(monkeypatch):
+    from hybridspec_hf.calibration import latency
+
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+
+    def refuse(runs, device):
+        raise ValueError("deliberate")
+
+    monkeypatch.setattr(latency, "graph_seconds", refuse)
+    with pytest.warns(UserWarning, match="without graphs: a kernel failed with ValueError: deliberate"):
+        out = generate(model, drafter, ids, 20)
+    assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "modules"
+
+
 def test_a_streamer_that_raises_leaves_clean_buffers():
     model, drafter = pair()
     ids = torch.randint(1, 90, (1, 6), device="cuda")

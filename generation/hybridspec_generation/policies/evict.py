@@ -1,0 +1,18 @@
+"""Our reconstruction of EVICT for a chain of draft tokens: the best ratio of tokens to time among all lengths."""
+
+from torch import Tensor
+
+from .ratio import RatioPolicy, first_best
+
+
+class EvictPolicy(RatioPolicy):
+    """Verify the length with the best `(1 + sum_{i<w} a_i) / time(w)`, a_i from uncalibrated confidences.
+
+    EVICT's method section is not public. Known is that it keeps the cost-effective prefix of a draft, by drafter
+    signals and profiled verification costs. Whether its cost includes drafting is not; it does here, as for the other
+    rules.
+    """
+
+    def choose(self, ratio: Tensor) -> Tensor:
+        """The best of all lengths, the shorter of equal ones."""
+        return first_best(ratio) + 2

@@ -1,0 +1,227 @@
+"""A pair and prompts -> HybridSpecConfig with every table of the length policy (Appendices A.2 and E.3).
+
+Five steps: a capture run at full length, the acceptance model, the target's latency curve on this machine, new experts
+by position, and the pooled throughput rho over the captured rounds.
+"""
+
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+
+from hybridspec_generation import AcceptanceTable, CostTable, DecodeReport, ExpertTable, HybridSpecConfig
+from hybridspec_generation.throughput import solve_throughput
+
+from ..drafters.dflash import DFlashDrafter
+from ..engine import get_engine
+from ..models import SplitTarget
+from ..strategy import choose_target
+from ..validation import check_drafter
+from .acceptance import calibration_error, fit_acceptance_table, predict_acceptance, predict_unseen, reached_positions
+from .capture import CaptureRounds, capture_prompt, merge_rounds, start_round
+from .experts import fit_expert_table, routing_correlation
+from .latency import device_name, measure_cost
+from .store import CAPTURE_NAME, CaptureStore, capture_header
+from .tables import fit_experts
+
+
+class Names(NamedTuple):
+    """What the tables say that they belong to."""
+
+    target: str
+    drafter: str
+    prompts: str
+
+
+class Calibration(NamedTuple):
+    """A calibrated config, and what was found on the way as JSON types (see `describe_rounds`)."""
+
+    config: HybridSpecConfig
+    report: dict[str, Any]
+
+
+def calibrate(
+    model: Any,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    output: str | Path,
+    names: Names | None = None,
+    eos: Sequence[int] | None = None,
+    context: int | None = None,
+    say: Callable[[str], object] = print,
+) -> Calibration:
+    """Calibrate the length policy for a pair and save it to a folder. Needs scikit-learn.
+
+    An interrupted call goes on where it stopped: the folder keeps the rounds of every prompt.
+
+    Args:
+        model, drafter: the pair, in eval mode and on the device that the latency curve is for.
+        prompts: token ids `[1, T]` each; leave them out of every evaluation.
+        max_new_tokens: of each prompt, more than one block.
+        output: folder for `hybridspec_config.json`, which `HybridSpecConfig.from_pretrained` reads.
+        names: for the tables' `source`; None takes the names that the pair was loaded by.
+        eos: token ids that end an answer; None takes those of the model's generation config.
+        context: tokens before the rounds whose latency is measured; None takes those
+            of a round half way through an answer.
+        say: told what is done.
+
+    Raises:
+        ValueError: if the folder holds a capture run of another pair or other prompts; if too few rounds are captured.
+    """
+    check_drafter(drafter, model)
+    block, output = int(drafter.config.block_size or 0), Path(output)
+    if max_new_tokens <= block:
+        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no round a whole block of {block}: allow more.")
+    if context is not None and context < 1:
+        raise ValueError(f"context must be at least 1 token, got {context}.")
+    if not prompts:
+        raise ValueError("Calibration needs prompts, got none.")
+    names = names or Names(model.config.name_or_path, drafter.config.name_or_path, f"{len(prompts)} prompts")
+    eos = model_eos(model) if eos is None else list(eos)
+
+    header = capture_header(model, drafter, prompts, max_new_tokens=max_new_tokens, names=names._asdict())
+    store = CaptureStore(output / CAPTURE_NAME, header)
+    if store.captured:
+        say(f"{len(store.captured)} of {len(prompts)} prompts are already captured in {store.path}: skipped.")
+    captured = capture_missing(model, drafter, prompts, store, max_new_tokens=max_new_tokens, eos=eos)
+    rounds = merge_rounds(captured)
+
+    target = get_engine(model, drafter).target
+    pair = f"target {names.target}, drafter {names.drafter}"
+    where = f"captured on {device_name(model.device)}, torch {torch.__version__}, {versions()}"
+    source = f"{pair}, {len(rounds.accepted)} rounds of {len(prompts)} prompts ({names.prompts}), {where}"
+    acceptance, experts = fit_tables(rounds, target, source)
+    say("Measuring the target's latency by length.")
+    cost = measure_pair(model, drafter, text_of(prompts, context or typical_context(prompts, max_new_tokens)))
+    cost = replace(cost, source=f"{pair}, {cost.source}, {versions()}")
+    prefix = predict_acceptance(rounds, acceptance).cumprod(1)
+    rho = solve_throughput(prefix, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
+    config = HybridSpecConfig(acceptance=acceptance, experts=experts, cost=cost, throughput=rho)
+    config.save_pretrained(output)
+    return Calibration(config, {**describe_rounds(captured, acceptance, target.top_k), **describe_cost(cost, rho)})
+
+
+def capture_missing(
+    model: Any,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Tensor],
+    store: CaptureStore,
+    *,
+    max_new_tokens: int,
+    eos: list[int],
+) -> list[CaptureRounds]:
+    """The rounds of each prompt; those that the store lacks are captured and added to it."""
+    with tqdm(total=len(prompts), initial=len(store.captured), desc="capture", unit="prompt") as bar:
+        for index, input_ids in enumerate(prompts):
+            if index in store.captured:
+                continue
+            on_device = input_ids.to(model.device)
+            store.add(index, capture_prompt(model, drafter, on_device, max_new_tokens=max_new_tokens, eos=eos))
+            bar.update()
+    return [store.captured[index] for index in range(len(prompts))]
+
+
+def fit_tables(rounds: CaptureRounds, target: SplitTarget, source: str) -> tuple[AcceptanceTable, ExpertTable]:
+    """Both tables that a capture run gives.
+
+    Raises:
+        ValueError: if there are too few rounds.
+    """
+    acceptance = fit_acceptance_table(rounds, source)
+    moe = {"top_k": target.top_k, "num_moe_layers": target.num_moe_layers}
+    experts = fit_expert_table(rounds, source=source, **moe)
+    # without a router in Layer 0 there is nothing to count
+    return acceptance, experts if target.top_k else fit_experts(experts, acceptance.block, **moe)
+
+
+@torch.no_grad()
+def measure_pair(model: Any, drafter: DFlashDrafter, text: Tensor) -> CostTable:
+    """The latency curve behind `text` `[T]`, as generate's rounds run here: in kernels and graphs where they can."""
+    check_drafter(drafter, model)
+    engine, text = get_engine(model, drafter), text.to(model.device)
+    budget = int(drafter.config.block_size or 0)
+    buffers = engine.borrow(drafter, len(text) + budget)
+    try:
+        r = start_round(model, engine, buffers, drafter, text[None], budget=budget, eos=[])
+        r, graphs = choose_target(engine, buffers, drafter, r, HybridSpecConfig().graphs, DecodeReport(policy="full"))
+        return measure_cost(r, text, graphs=graphs != "off")
+    finally:
+        engine.give_back(buffers)
+
+
+def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
+    """Tokens before a round half way through the answer to a prompt of middle length."""
+    return sorted(ids.shape[1] for ids in prompts)[len(prompts) // 2] + max_new_tokens // 2
+
+
+def text_of(prompts: Sequence[Tensor], length: int) -> Tensor:
+    """`[length]` tokens of the prompts, repeated where they are too short."""
+    text = torch.cat([ids[0].cpu() for ids in prompts])
+    return text.repeat(-(-length // len(text)))[:length]
+
+
+def model_eos(model: Any) -> list[int]:
+    """The token ids that end an answer by the model's generation config."""
+    eos = model.generation_config.eos_token_id
+    return list(eos) if isinstance(eos, list | tuple) else [eos] if eos is not None else []
+
+
+def versions() -> str:
+    """Versions besides torch's, which depends on the device."""
+    from .. import __version__
+
+    return f"transformers {transformers.__version__}, hybridspec_hf {__version__}, python {platform.python_version()}"
+
+
+def describe_rounds(captured: Sequence[CaptureRounds], table: AcceptanceTable, top_k: int) -> dict[str, Any]:
+    """What the capture run says of the pair, as JSON types.
+
+    Returns:
+        `prompts`, `rounds`, `acceptance_length`. `calibration_error`: expected calibration error of the drafter's
+        `confidence` and of the fitted `table`, over all reached draft tokens and `by_position`; `unseen` says whether
+        the table was fitted without the prompts it is judged on (always, unless there are too few).
+        `routing_correlation`: of new Layer-0 with new later experts (None without routers).
+    """
+    rounds = merge_rounds(captured)
+    try:
+        fitted, unseen = predict_unseen(captured), True
+    except ValueError:
+        fitted, unseen = predict_acceptance(rounds, table), False
+    reached, labels = reached_positions(rounds)
+    errors: dict[str, Any] = {"unseen": unseen}
+    for name, scores in (("confidence", rounds.confidence.double()), ("table", fitted)):
+        errors[name] = round(calibration_error(scores[reached], labels[reached].double()), 4)
+        columns = zip(scores.T, labels.double().T, reached.T, strict=True)
+        errors[f"{name}_by_position"] = [
+            round(calibration_error(s[there], truth[there]), 4) if there.any() else None for s, truth, there in columns
+        ]
+    correlation = round(routing_correlation(rounds), 4) if top_k else math.nan
+    return {
+        "prompts": len(captured),
+        "rounds": len(rounds.accepted),
+        "acceptance_length": round(float(rounds.accepted.double().mean()) + 1, 4),
+        "calibration_error": errors,
+        "routing_correlation": correlation if math.isfinite(correlation) else None,
+    }
+
+
+def describe_cost(cost: CostTable, throughput: float) -> dict[str, Any]:
+    """The latency curve in milliseconds a round by length, and rho in tokens per second, as JSON types."""
+    lengths = range(2, len(cost.target_cost))
+    return {
+        "throughput": round(throughput, 3),
+        "round_ms": {str(w): round(1e3 * (cost.fixed_cost + cost.target_cost[w]), 4) for w in lengths},
+        "fixed_ms": round(1e3 * cost.fixed_cost, 4),
+        "stage0_token_us": round(1e6 * cost.stage0_token_cost, 3),
+        "expert_us": round(1e6 * cost.expert_cost, 3),
+        "cost_source": cost.source,
+    }

@@ -1,0 +1,263 @@
+"""`hybridspec calibrate` on the shipped pair: a config that generate takes, resuming, and every refusal."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.tiny_models import tiny_drafter, tiny_target
+from transformers import AutoTokenizer
+
+from hybridspec_hf import HybridSpecConfig
+from hybridspec_hf.calibration.acceptance import fit_acceptance_table, predict_unseen
+from hybridspec_hf.calibration.calibrate import fit_tables, text_of
+from hybridspec_hf.calibration.capture import capture_rounds
+from hybridspec_hf.calibration.prompts import load_prompts
+from hybridspec_hf.calibration.store import CaptureStore
+from hybridspec_hf.cli import main
+from hybridspec_hf.commands.demo import read_prompts
+from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair, run_plain
+from hybridspec_hf.engine import get_engine
+
+PROMPTS, NEW_TOKENS = 8, 48
+
+
+class Outcome(NamedTuple):
+    """Exit status and output of a command."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def hybridspec_calibrate(prompts: Path, folder: Path, *more: object) -> Outcome:
+    """Run the command on the shipped pair."""
+    arguments = ["--target", TINY_PAIR / "target", "--drafter", TINY_PAIR / "drafter", "--prompts", prompts, "--json"]
+    arguments += ["--output", folder, "--max-new-tokens", NEW_TOKENS, "--device", "cpu", "--dtype", "float32", *more]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["calibrate", *map(str, arguments)])
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+def write_lines(path: Path, rows: list) -> Path:
+    """A JSONL file; strings are written as they are."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows: list[dict] = [dict(row) for row in read_prompts(TINY_PAIR / "prompts.jsonl", PROMPTS)]
+    rows[1] = {"messages": [{"role": "user", "content": rows[1]["prompt"]}], "split": "calibration"}
+    rows.append({"prompt": "Never calibrate on this.", "split": "test"})
+    return write_lines(tmp_path_factory.mktemp("prompts") / "some.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def calibrated(prompt_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("calibrated") / "new"
+    return folder, hybridspec_calibrate(prompt_file, folder)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair(str(TINY_PAIR / "target"), str(TINY_PAIR / "drafter"), dtype="float32", device_map="cpu")
+
+
+def captured_in(folder: Path) -> dict:
+    """The rounds that a folder keeps."""
+    path = folder / "capture.jsonl"
+    return CaptureStore(path, json.loads(path.read_text().splitlines()[0])).captured
+
+
+def generate(pair, config: HybridSpecConfig, prompt: str):
+    """One request, and what plain generate says."""
+    inputs = encode(pair, prompt, chat_template=True)
+    out = pair.model.generate(
+        **inputs, assistant_model=pair.drafter, generation_mode="hybridspec", hybridspec_config=config,
+        do_sample=False, max_new_tokens=40, return_dict_in_generate=True,
+    )  # fmt: skip
+    return out, run_plain(pair, inputs, max_new_tokens=40)
+
+
+def test_command_reports_and_saves(calibrated):
+    folder, outcome = calibrated
+    assert outcome.status == 0, outcome.stderr
+    report = json.loads(outcome.stdout.splitlines()[-1])
+    rounds = captured_in(folder)
+    assert report["prompts"] == len(rounds) == PROMPTS and "1 prompts of another split" in outcome.stdout
+    accepted = torch.cat([rounds[i].accepted for i in range(PROMPTS)])
+    assert report["rounds"] == len(accepted) >= 30
+    assert report["acceptance_length"] == pytest.approx(float(accepted.double().mean()) + 1, abs=1e-4)
+    errors = report["calibration_error"]
+    assert errors["unseen"] and len(errors["table_by_position"]) == 15
+    assert all(0 <= errors[name] <= 1 for name in ("confidence", "table"))
+    times = list(report["round_ms"].values())
+    assert list(report["round_ms"]) == [str(w) for w in range(2, 17)] and times == sorted(times)
+    for word in ("rounds ", "acceptance length", "calibration error", "rho ", "ms/round"):
+        assert word in outcome.stdout
+
+    config = HybridSpecConfig.from_pretrained(folder)
+    assert config.throughput == pytest.approx(report["throughput"], abs=1e-3) and config.cost.device == "cpu"
+    for table in (config.acceptance, config.experts, config.cost):
+        for part in ("tiny_pair/target", "tiny_pair/drafter", "cpu", "torch", "transformers"):
+            assert part in table.source and str(TINY_PAIR) not in table.source
+    # rho is a rate that the selector reaches on these rounds: between the slowest and the fastest possible
+    assert 1 / (config.cost.fixed_cost + config.cost.target_cost[16]) < config.throughput < 16 / config.cost.fixed_cost
+
+
+def test_generate_takes_the_config(pair, calibrated):
+    config = HybridSpecConfig.from_pretrained(calibrated[0])
+    out, plain = generate(pair, config, "Write a Python function that adds two numbers.")
+    assert torch.equal(out.sequences, plain) and out.report.notes == []
+    assert out.report.acceptance_length > 1.5
+
+
+def test_cost_of_another_gpu_is_measured_again(pair, calibrated):
+    config = HybridSpecConfig.from_pretrained(calibrated[0])
+    config = replace(config, cost=replace(config.cost, device="NVIDIA Some GPU"), throughput=1e-9)
+    get_engine(pair.model, pair.drafter).costs.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reports = []
+        for prompt in ("How many apples are 3 + 4?", "Say hello."):
+            out, plain = generate(pair, config, prompt)
+            assert torch.equal(out.sequences, plain)
+            reports.append(out.report)
+    assert len([w for w in caught if "measured on NVIDIA Some GPU, this is cpu" in str(w.message)]) == 1
+    for report in reports:
+        assert [note.partition(" ")[0] for note in report.notes] == ["the", "cost:"]
+    # the given rho, tiny, would have verified whole blocks
+    assert min(reports[0].nominal_lengths) < 16
+
+
+def test_interrupted_run_is_resumed(prompt_file, calibrated, tmp_path):
+    whole = (calibrated[0] / "capture.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "capture.jsonl").write_bytes(b"".join(lines[:4]) + lines[4][:100])
+    outcome = hybridspec_calibrate(prompt_file, tmp_path)
+    assert outcome.status == 0, outcome.stderr
+    assert f"3 of {PROMPTS} prompts are already captured" in outcome.stdout
+    assert (tmp_path / "capture.jsonl").read_bytes() == whole
+    again, first = (HybridSpecConfig.from_pretrained(folder) for folder in (tmp_path, calibrated[0]))
+    assert (again.acceptance, again.experts) == (first.acceptance, first.experts)
+
+
+def test_another_run_is_not_resumed(prompt_file, calibrated, tmp_path):
+    shutil.copy(calibrated[0] / "capture.jsonl", tmp_path)
+    before = (tmp_path / "capture.jsonl").read_bytes()
+    fewer = write_lines(tmp_path / "fewer.jsonl", prompt_file.read_text().splitlines()[1:])
+    for outcome, message in (
+        (hybridspec_calibrate(fewer, tmp_path), "other prompts .*: some.jsonl, now fewer.jsonl"),
+        (hybridspec_calibrate(prompt_file, tmp_path, "--max-new-tokens", 50), "another max_new_tokens: 48, now 50"),
+        (hybridspec_calibrate(prompt_file, tmp_path, "--dtype", "bfloat16"), "another dtype: float32, now bfloat16"),
+    ):
+        assert outcome.status == 2 and re.search(message, outcome.stderr), outcome.stderr
+    assert (tmp_path / "capture.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("key, message", [
+    ("target_weights", "another target: .*target, whose content has changed"),
+    ("drafter_weights", "another drafter"),
+    ("format", "another version of hybridspec_hf"),
+])  # fmt: skip
+def test_store_refuses_another_pair(calibrated, key, message):
+    path = calibrated[0] / "capture.jsonl"
+    header = json.loads(path.read_text().splitlines()[0])
+    now = {**header, key: "other", **({"drafter": "elsewhere"} if key == "drafter_weights" else {})}
+    with pytest.raises(ValueError, match=message + ".*Choose another output folder"):
+        CaptureStore(path, now)
+
+
+@pytest.mark.parametrize("damage", ["nonsense", '{"prompt": 0}', "[]", '{"a": 1', '{"prompt": 0, "accepted": [1]}'])
+def test_damaged_store_is_refused(calibrated, tmp_path, damage):
+    lines = (calibrated[0] / "capture.jsonl").read_text().splitlines()
+    path = write_lines(tmp_path / "capture.jsonl", [lines[0], damage, lines[2]])
+    with pytest.raises(ValueError, match="is damaged"):
+        CaptureStore(path, json.loads(lines[0]))
+
+
+@pytest.mark.parametrize("lines, message", [
+    ([{"prompt": "a"}, "{nonsense"], "line 2: not a JSON object"),
+    ([{"prompt": "a"}, "", {"text": "b"}], 'line 3: needs .* "prompt" or "messages"'),
+    ([["prompt"]], "line 1: needs"),
+    ([{"prompt": "a", "messages": []}], "line 1: needs"),
+    ([{"prompt": ""}], "line 1: .*not empty"),
+    ([{"prompt": 3}], "line 1: .*must be a text"),
+    ([{"messages": [{"role": "user"}]}], 'line 1: "messages" must'),
+    ([{"messages": []}], 'line 1: "messages" must'),
+    ([], "has no prompts"),
+    ([{"prompt": "a", "split": "test"}], "has no prompts whose split"),
+    (None, "no prompt file"),
+])  # fmt: skip
+def test_bad_prompt_files_are_refused(tmp_path, lines, message):
+    path = tmp_path / "bad.jsonl"
+    if lines is not None:
+        write_lines(path, lines)
+    outcome = hybridspec_calibrate(path, tmp_path / "out")
+    assert outcome.status == 2 and re.search(message, outcome.stderr), outcome.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_rounds_are_refused(prompt_file, tmp_path):
+    one = write_lines(tmp_path / "one.jsonl", prompt_file.read_text().splitlines()[:1])
+    for tokens, message in ((16, "no round a whole block"), (17, "at least 30 uncut rounds, got")):
+        outcome = hybridspec_calibrate(one, tmp_path / "out", "--max-new-tokens", tokens)
+        assert outcome.status == 2 and message in outcome.stderr, outcome.stderr
+    assert not (tmp_path / "out" / "hybridspec_config.json").exists()
+
+
+def test_prompts_without_a_chat_template(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PAIR / "target")
+    templated = load_prompts(write_lines(tmp_path / "a.jsonl", [{"prompt": "Hello"}]), tokenizer).input_ids[0]
+    tokenizer.chat_template = None
+    plain = load_prompts(tmp_path / "a.jsonl", tokenizer).input_ids[0]
+    assert plain.tolist() == [tokenizer("Hello")["input_ids"]] and templated.shape[1] > plain.shape[1]
+    with pytest.raises(ValueError, match="line 1: .*no chat template"):
+        load_prompts(write_lines(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": "a"}]}]), tokenizer)
+
+
+def test_unseen_predictions_do_not_know_their_own_labels(calibrated):
+    rounds = captured_in(calibrated[0])
+    prompts = [rounds[i] for i in range(PROMPTS)]
+    empty = rounds[0]._replace(**{name: part[:0] for name, part in rounds[0]._asdict().items()})
+    before = predict_unseen([*prompts, empty])
+    size = len(prompts[0].accepted)
+    flipped = prompts[0]._replace(accepted=15 - prompts[0].accepted)
+    after = predict_unseen([flipped, *prompts[1:], empty])
+    assert torch.equal(before[:size], after[:size]) and not torch.equal(before[size:], after[size:])
+
+
+def test_dense_target_has_no_experts_to_count():
+    model = tiny_target("qwen3_5")
+    drafter = tiny_drafter(model)
+    prompts = [torch.randint(1, 90, (1, n)) for n in (4, 9)]
+    rounds = capture_rounds(model, drafter, prompts, max_new_tokens=50, eos=[])
+    assert not rounds.new_layer0.any() and not rounds.new_later.any()
+    rounds = rounds._replace(accepted=torch.randint(0, 16, rounds.accepted.shape))
+    _, experts = fit_tables(rounds, get_engine(model, drafter).target, "dense")
+    assert (experts.top_k, experts.num_moe_layers, experts.block) == (0, 0, 16) and not any(experts.mean_new_pairs)
+
+
+@pytest.mark.parametrize("accepted, message", [(0, "rejected.*trained for this target"), (15, "accepted.*varied")])
+def test_rounds_that_are_all_alike_are_refused(calibrated, accepted, message):
+    rounds = captured_in(calibrated[0])
+    alike = max(rounds.values(), key=lambda r: len(r.accepted))
+    alike = alike._replace(
+        **{name: part.repeat(30, *(1,) * (part.ndim - 1)) for name, part in alike._asdict().items()}
+    )
+    with pytest.raises(ValueError, match=message):
+        fit_acceptance_table(alike._replace(accepted=torch.full_like(alike.accepted, accepted)), "alike")
+
+
+def test_text_to_measure_on_has_the_asked_length():
+    prompts = [torch.tensor([[1, 2, 3]]), torch.tensor([[4]])]
+    assert text_of(prompts, 9).tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1] and text_of(prompts, 2).tolist() == [1, 2]
