@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import hybridspec_hf
+from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import demo
 
@@ -126,6 +127,25 @@ def test_generate_prints_what_plain_generate_would(
     assert json.loads(result)["text"] == expected
     assert streamed == expected.strip()
     assert json.loads(result)["policy"] == policy
+
+
+def test_generate_with_a_calibrated_config(
+    pair_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    HybridSpecConfig(policy="static:3", throughput=100.0).save_pretrained(tmp_path)
+    pair = ["--target", str(pair_folder / "target"), "--drafter", str(pair_folder / "drafter")]
+    call = ["generate", *pair, "--prompt", "Once", "--max-new-tokens", "9", "--no-stream", "--json", "--config"]
+    call += [str(tmp_path), "--device-map", "cpu"]
+    assert main(call) == 0
+    report = last_line(capsys)
+    assert report["policy"] == "static:3" and max(report["verify_lengths"]) <= 3
+    assert main([*call, "--policy", "nominal"]) == 0
+    assert last_line(capsys)["policy"] == "nominal"
+    assert main([*call, "--policy", "ar"]) == 2
+    assert "nothing is drafted" in capsys.readouterr().err
+    call[call.index(str(tmp_path))] = str(tmp_path / "missing")
+    assert main(call) == 2
+    assert "No hybridspec_config.json" in capsys.readouterr().err
 
 
 def test_generate_without_a_drafter_is_autoregressive(pair_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import json
 
 import torch
 
+from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.commands.pair import AUTOREGRESSIVE, encode, load_pair, policy_name, run_policy
 
 
@@ -19,6 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=policy_name,
         help="hybridspec (default), nominal, dcut, evict, dspark, full, static:N or ar",
     )
+    parser.add_argument("--config", metavar="DIR", help="what `hybridspec calibrate` wrote (default: shipped tables)")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")
@@ -34,11 +36,19 @@ def run(args: argparse.Namespace) -> int:
     policy = args.policy or ("hybridspec" if args.drafter else AUTOREGRESSIVE)
     if policy != AUTOREGRESSIVE and args.drafter is None:
         raise ValueError(f"--policy {policy} drafts tokens, but no --drafter was given. Pass one, or --policy ar.")
+    if args.config is not None and policy == AUTOREGRESSIVE:
+        raise ValueError(
+            "--config holds tables for drafting, but nothing is drafted. Leave it out, or pass --drafter."
+        )
+    config = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     pair = load_pair(args.target, args.drafter, dtype=args.dtype, device_map=args.device_map)
     inputs = encode(pair, args.prompt, chat_template=args.chat_template)
-    output = run_policy(pair, inputs, policy, max_new_tokens=args.max_new_tokens, stream=args.stream)
+    if config is not None:
+        # the file's own policy, unless another one is asked for
+        policy = args.policy or config.policy
+    output = run_policy(pair, inputs, policy, max_new_tokens=args.max_new_tokens, stream=args.stream, config=config)
     text = pair.tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if not args.stream:
         print(text)

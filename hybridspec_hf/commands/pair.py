@@ -1,6 +1,7 @@
 """Names of a target and a drafter, a prompt, a policy → loaded models, model inputs, one decoded request."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,20 +58,30 @@ def run_plain(pair: Pair, inputs: dict[str, Tensor], *, max_new_tokens: int) -> 
     return pair.model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
 
 
-def run_policy(pair: Pair, inputs: dict[str, Tensor], policy: str, *, max_new_tokens: int, stream: bool) -> Any:
+def run_policy(
+    pair: Pair,
+    inputs: dict[str, Tensor],
+    policy: str,
+    *,
+    max_new_tokens: int,
+    stream: bool,
+    config: HybridSpecConfig | None = None,
+) -> Any:
     """Decode one request with HybridSpec.
 
     Args:
         inputs: what `encode` returned.
         policy: a policy of `HybridSpecConfig`, or "ar".
         stream: print the text as it is emitted.
+        config: calibrated tables and other options; the policy is put into it.
 
     Returns:
         The output of generate, with `sequences` `[1, T + new]` and `report`.
     """
     options: dict[str, Any] = {}
     if policy != AUTOREGRESSIVE:
-        options = {"assistant_model": pair.drafter, "hybridspec_config": HybridSpecConfig(policy=policy)}
+        config = replace(config or HybridSpecConfig(), policy=policy)
+        options = {"assistant_model": pair.drafter, "hybridspec_config": config}
     streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     return pair.model.generate(
         **inputs,
