@@ -55,7 +55,7 @@ def prefill(
 
 
 def in_chunks(generation_config: Any, length: int, model_kwargs: dict[str, Any]) -> Any:
-    """The config with a chunk size for a long prompt that has none, so that its memory stays bounded.
+    """The config with a chunk size for a long prompt that has none: its activations stay bounded, not its features.
 
     Images and embeddings cannot be cut by transformers; a caller's own `prefill_chunk_size` is kept.
     """

@@ -32,6 +32,7 @@ from hybridspec_kernels import MAX_TOKENS
 from .calibration.tables import TableSet, choose_tables, selection_tables
 from .drafters import kernel_drafter
 from .drafters.dflash import DFlashDrafter
+from .drafters.kernel_drafter import KernelDrafter
 from .emission import Emitter
 from .engine import Buffers, Engine, NotCaptured, get_engine
 from .graphs.capture import CaptureError
@@ -164,8 +165,8 @@ def choose_target(
         return round_, "off"
     target.start_request()
     report.launches = "kernels"
-    split = engine.target
-    if drafter is not None and (reason := kernel_drafter.why_not(drafter, split.embed_tokens, split.lm_head)):
+    if drafter is not None and not isinstance(buffers.drafter, KernelDrafter):
+        reason = kernel_drafter.why_not(drafter, engine.target.embed_tokens, engine.target.lm_head)
         note(report, f"the drafter runs in PyTorch: {reason}")
     if graphs == "auto" and on_gpu:
         reason = supported(round_.state.remaining.device)
@@ -240,14 +241,13 @@ def note_gdn(gdn: GDNBackend, report: DecodeReport) -> None:
     """Report how the GDN layers run; on a GPU, PyTorch in place of the kernels is worth a warning."""
     report.gdn = f"{gdn.name}, {'Triton kernels' if gdn.kernels else 'PyTorch'}"
     if gdn.shape.device.type == "cuda" and not gdn.kernels:
-        note = (
+        text = (
             "the GDN layers run in PyTorch, several times slower than the Triton kernels: these need triton, an "
             "NVIDIA GPU from SM80 on, bf16, fp16 or fp32 weights, keys at most "
             f"{MAX_KERNEL_WIDTH} wide, and blocks of at most {MAX_TOKENS} tokens "
             f"(here {gdn.shape.dtype}, {gdn.shape.key_dim} and {gdn.block})"
         )
-        report.notes.append(note)
-        warnings.warn(f"HybridSpec: {note}.", stacklevel=2)
+        note(report, text)
 
 
 def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashDrafter | None) -> int | TableSet:

@@ -58,7 +58,7 @@ class Launches:
 
     Attributes:
         way: the report's `launches`. busy: whether another Python thread computed meanwhile.
-        round_ms: mean over a request. capture_seconds: compiling and capturing, in a process that has done neither.
+        round_ms: mean over a request. capture_seconds: compiling (what this process has not yet) and capturing.
         device_bytes: what the first request took of the GPU and kept: buffers, graphs, and modules of kernels.
         known_text: whether every token was the known one.
     """
@@ -174,7 +174,7 @@ def decode_lines(report: DecodeBenchmark) -> Iterator[str]:
     for summary in report.summaries():
         yield _line("mean", summary)
     if report.parts:
-        yield "Parts of a round, each alone and launched from the host (the shortest of several):"
+        yield "Parts of a round, each alone, as a graph where kernels run (the shortest of several):"
     for part in report.parts:
         floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
         yield f"{part.part}: {part.ms:.3f} ms{floor}"

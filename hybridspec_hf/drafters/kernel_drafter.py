@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridspec_generation.protocols import Draft
 from hybridspec_kernels import (
+    MAX_PARTS,
     MAX_TOKENS,
     AttentionScratch,
     HeadScratch,
@@ -24,9 +25,6 @@ from hybridspec_kernels import (
 from ..models.kernel_support import MOST_COLUMNS, MOST_HEAD_CHANNELS, computes_plainly
 from .block import BlockDrafter, DraftContext
 from .dflash import DFlashDrafter
-
-# at most, of a sum that the next kernel adds up
-MAX_PARTS = 8
 
 
 class KernelDrafter(BlockDrafter):

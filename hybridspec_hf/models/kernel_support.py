@@ -27,12 +27,13 @@ def why_not(split: SplitTarget, cache: TargetCache) -> str | None:
         return reason
     if any(rows is None for rows in split.gdn_rows):
         return "a GDN projection is more than a plain linear layer"
-    dtypes = set()
+    dtypes, mixers = set(), set(map(id, split.mixers))
+    called = mixers | set(map(id, split.layers))
     for name, module in replaced_modules(split):
-        if not computes_plainly(module, called_by_rounds=module in split.mixers or module in split.layers):
+        if not computes_plainly(module, called_by_rounds=id(module) in called):
             return f"{name} ({type(module).__name__}) is more than its plain transformers layer"
         # a GDN layer's own parameters are read as they are
-        if module not in split.mixers:
+        if id(module) not in mixers:
             dtypes |= {parameter.dtype for parameter in module.parameters(recurse=False)}
     if dtypes != {split.cache_shape.dtype}:
         return f"the layers mix dtypes ({', '.join(sorted(map(str, dtypes)))})"

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.state import RouterBoundary
 from hybridspec_kernels import (
+    MAX_PARTS,
     MAX_TOKENS,
     AttentionScratch,
     ExpertSlots,
@@ -37,9 +38,6 @@ from .base import SplitTarget
 
 # how many rotary rows are computed at once
 ROTARY_CHUNK = 32768
-
-# at most, of a sum that the next kernel adds up
-MAX_PARTS = 8
 
 # what a layer adds to the residual stream: a tensor, the outputs of the listed experts, or nothing
 Delta = Tensor | ExpertSlots | None

@@ -11,7 +11,7 @@ from .attention.verify import AttentionScratch, attention_splits, attention_veri
 from .checks import INPUT_DTYPES, MAX_TOKENS
 from .conv.commit import conv_commit, conv_commit_ref
 from .conv.verify import conv_verify, conv_verify_ref
-from .dense.linear import linear, linear_parts, linear_ref
+from .dense.linear import MAX_PARTS, linear, linear_parts, linear_ref
 from .dense.swiglu import swiglu_linear, swiglu_linear_ref
 from .gdn.commit import gdn_commit, gdn_commit_ref
 from .gdn.project import GDNProjection, gdn_project, gdn_project_ref
@@ -36,6 +36,7 @@ from .triton_support import compile_only, has_kernels
 
 __all__ = [
     "INPUT_DTYPES",
+    "MAX_PARTS",
     "MAX_TOKENS",
     "AttentionScratch",
     "CompactFactors",

@@ -10,7 +10,8 @@ from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
 from ..tiles import dot_precision, input_dot
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 
-MAX_WEIGHTS = 4
+# of a launch; of a sum that the next kernel adds up
+MAX_WEIGHTS, MAX_PARTS = 4, 8
 
 
 def linear_ref(x: Tensor, weights: tuple[Tensor, ...], out: Tensor) -> None:
@@ -37,7 +38,7 @@ def part_inputs(inputs: int, parts: int) -> int:
 def linear_parts(outputs: int, inputs: int) -> int:
     """Into how many parts to cut a layer's sum, so that a narrow one busies a whole GPU; its consumer adds them up."""
     parts = 1
-    while parts < 8 and -(-outputs // 64) * parts < 120 and inputs // (2 * parts) >= 256:
+    while parts < MAX_PARTS and -(-outputs // 64) * parts < 120 and inputs // (2 * parts) >= 256:
         parts *= 2
     return parts
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
+from ..dense.linear import MAX_PARTS
 from ..gdn.gates import compute_dtype
 from ..tiles import within
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 
-# a row is held in registers, and the parts of a delta are added without a loop
-MAX_SIZE, MAX_PARTS = 8192, 8
+# a row is held in registers
+MAX_SIZE = 8192
 
 
 def add_rms_norm_ref(
