@@ -8,8 +8,16 @@ from .versions import check_transformers
 
 check_transformers()
 
-from hybridspec_generation import AcceptanceTable, CostTable, DecodeReport, ExpertTable, HybridSpecConfig  # noqa: E402
+from hybridspec_generation import (  # noqa: E402
+    AcceptanceTable,
+    CalibratedFor,
+    CostTable,
+    DecodeReport,
+    ExpertTable,
+    HybridSpecConfig,
+)
 
+from .calibration.calibrate import calibrate  # noqa: E402
 from .drafters.dflash import DFlashConfig, DFlashDrafter  # noqa: E402
 from .engine import release  # noqa: E402
 from .registration import register, unregister  # noqa: E402
@@ -19,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceTable",
+    "CalibratedFor",
     "CostTable",
     "DFlashConfig",
     "DFlashDrafter",
@@ -26,6 +35,7 @@ __all__ = [
     "ExpertTable",
     "HybridSpecConfig",
     "HybridSpecOutput",
+    "calibrate",
     "register",
     "release",
     "unregister",

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hybridspec_hf.commands import calibrate, demo, generate
+from hybridspec_hf.commands import bench, calibrate, demo, generate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        The exit status: 0, 1 if the demo found a difference from plain generate, 2 for a mistake in the call.
+        The exit status: 0, 1 if the demo or a bench found a difference in fp32, 2 for a mistake in the call.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(subparsers)
     generate.add_parser(subparsers)
     calibrate.add_parser(subparsers)
+    bench.add_parser(subparsers)
     return parser
 
 

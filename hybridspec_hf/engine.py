@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from hybridspec_generation.cache import TargetCache
-from hybridspec_generation.config import CostTable
 from hybridspec_generation.protocols import Drafter, Target
 from hybridspec_generation.round import Round
 from hybridspec_generation.state import MAX_EOS, RoundState
+from hybridspec_generation.tables import CostTable
 
 from .drafters import kernel_drafter
 from .drafters.block import BlockDrafter, DraftContext
 from .drafters.dflash import DFlashDrafter
 from .drafters.kernel_drafter import KernelDrafter
 from .graphs.rounds import GraphedRounds
+from .identity import PairIdentity, identify
 from .models import SplitTarget, kernel_support, split_target
 from .models.kernel_target import KernelTarget
 
@@ -97,6 +98,7 @@ class Engine:
     drafter_dtype: tuple[torch.dtype, torch.device] | None
     costs: dict[str, CostTable] = field(default_factory=dict)
     _idle: Buffers | None = None
+    _identity: tuple[tuple[int, ...], PairIdentity] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def borrow(self, drafter: DFlashDrafter | None, tokens: int, gdn_backend: str = "block", eos: int = 0) -> Buffers:
@@ -137,6 +139,13 @@ class Engine:
                 "block). Lower max_new_tokens or max_length, shorten the prompt, or leave out "
                 'gdn_backend="recurrent", which keeps a state for every token of a block.'
             ) from error
+
+    def identity(self, drafter: DFlashDrafter) -> PairIdentity:
+        """Which pair this is; looked at once, while the weights stay where they are."""
+        weights = addresses(self.target, drafter)
+        if self._identity is None or self._identity[0] != weights:
+            self._identity = weights, identify(self.target, drafter)
+        return self._identity[1]
 
     def new_state(self, block: int, eos: int = 0) -> RoundState:
         """Round buffers with room for `eos` EOS ids."""

@@ -38,18 +38,19 @@ from .engine import Buffers, Engine, NotCaptured, get_engine
 from .graphs.capture import CaptureError
 from .graphs.conditional import supported
 from .graphs.rounds import GraphedRounds
-from .models import SplitTarget
 from .models.kernel_target import KernelTarget
 from .prefill import prefill, prompt_length
 from .validation import as_config, check_drafter, check_options
 
-ADAPTIVE = {
+ADAPTIVE: dict[str, Any] = {
     "hybridspec": HybridSpecPolicy,
     "nominal": NominalPolicy,
     "dcut": DCutPolicy,
     "evict": EvictPolicy,
     "dspark": DSparkPolicy,
 }
+
+READ_RHO = ("hybridspec", "nominal")
 
 
 @dataclass
@@ -88,7 +89,7 @@ def hybridspec_decoding(
     check_options(generation_config, logits_processor, input_ids, model_kwargs, synced_gpus)
     drafter = check_drafter(assistant_model, self, assistant_tokenizer)
     engine = get_engine(self, drafter)
-    plan = plan_lengths(config, engine.target, drafter)
+    plan = plan_lengths(config, engine, drafter)
 
     prompt = Prompt(input_ids, generation_config, model_kwargs)
     emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
@@ -185,7 +186,7 @@ def plan_rounds(
     begin = partial(state.start, state.anchor.clone(), state.eos.tolist(), int(state.remaining))
     in_kernels, graphs = choose_target(engine, buffers, drafter, round_, config.graphs, report)
     try:
-        policy = length_policy(plan, engine, buffers, in_kernels, prompt, report, graphs != "off")
+        policy = length_policy(plan, engine, buffers, drafter, in_kernels, prompt, config, report, graphs != "off")
         return prepare_rounds(buffers, replace(in_kernels, policy=policy), begin, config, graphs, report)
     except Exception as error:
         if report.launches == "modules":
@@ -198,7 +199,8 @@ def plan_rounds(
     report.launches = "modules"
     begin()
     round_ = engine.by_modules(drafter, buffers, round_)
-    return decode(replace(round_, policy=length_policy(plan, engine, buffers, round_, prompt, report, False)))
+    policy = length_policy(plan, engine, buffers, drafter, round_, prompt, config, report, False)
+    return decode(replace(round_, policy=policy))
 
 
 def prepare_rounds(
@@ -211,7 +213,8 @@ def prepare_rounds(
     policy, drafter = round_.policy, round_.drafter
     longest = policy.length if isinstance(policy, FixedLength) else round_.state.block
     at_once = config.rounds_per_launch if graphs == "parent" else 1
-    key = (type(policy).__name__, longest, graphs, at_once, id(drafter))
+    kind = type(policy).__name__, getattr(policy, "online", False)
+    key = (*kind, longest, graphs, at_once, id(drafter))
     if key not in buffers.rounds:
         started = time.perf_counter()
         try:
@@ -250,31 +253,40 @@ def note_gdn(gdn: GDNBackend, report: DecodeReport) -> None:
         note(report, text)
 
 
-def plan_lengths(config: HybridSpecConfig, target: SplitTarget, drafter: DFlashDrafter | None) -> int | TableSet:
+def plan_lengths(config: HybridSpecConfig, engine: Engine, drafter: DFlashDrafter | None) -> int | TableSet:
     """What the config asks for on this pair, all its errors raised: a fixed length, or the tables of a selector."""
     if drafter is None:
         return 1
     block = int(drafter.config.block_size or 0)
-    return choose_tables(config, target, block) if config.is_adaptive else config.fixed_length(block)
+    if not config.is_adaptive:
+        return config.fixed_length(block)
+    # looked at only where there is something to compare with
+    pair = engine.identity(drafter) if config.calibrated_for else None
+    return choose_tables(config, engine.target, block, pair)
 
 
 def length_policy(
-    plan: int | TableSet, engine: Engine, buffers: Buffers, round_: Round, prompt: Prompt, report: DecodeReport,
-    graphs: bool,
+    plan: int | TableSet, engine: Engine, buffers: Buffers, drafter: DFlashDrafter | None, round_: Round,
+    prompt: Prompt, config: HybridSpecConfig, report: DecodeReport, graphs: bool,
 ) -> LengthPolicy:  # fmt: skip
     """The policy object of a plan; a cost table that is not given is measured here, on the prompt."""
+    if config.online_throughput and report.policy not in (*READ_RHO, "ar"):
+        report.notes.append(f"online_throughput has no effect on {report.policy!r}, which reads no rho")
     if isinstance(plan, int):
         return FixedLength(plan)
+    assert drafter is not None
     # the prompt and the first token: real text to time the target on
     text = torch.cat([prompt.input_ids[0].to(round_.state.anchor), round_.state.anchor])
-    tables = selection_tables(plan, engine, round_, text, report, graphs)
+    tables = selection_tables(plan, engine, drafter, round_, text, report, graphs)
     # without a router in Layer 0 there is no boundary to correct at
     kind = ADAPTIVE["nominal" if report.policy == "hybridspec" and not engine.target.top_k else report.policy]
-    known = buffers.policies.get(kind.__name__)
+    online = config.online_throughput and report.policy in READ_RHO
+    name = kind.__name__ + " online" * online
+    known = buffers.policies.get(name)
     if known is None or any(a.shape != b.shape for a, b in zip(known.tables, tables, strict=True)):
         if known is not None:
             buffers.drop_graphs()
-        known = buffers.policies[kind.__name__] = kind(tables)
+        known = buffers.policies[name] = kind(tables, online=True) if online else kind(tables)
     # graphs read the tables where they are
     for mine, theirs in zip(known.tables, tables, strict=True):
         mine.copy_(theirs)

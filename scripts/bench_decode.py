@@ -3,6 +3,7 @@
     python scripts/bench_decode.py --shape 35b --json bench_decode.json
     python scripts/bench_decode.py --shape tiny --device cpu            # that everything runs
     python scripts/bench_decode.py --shape 35b --modes ar dflash hybridspec --categories coding roleplay
+    python scripts/bench_decode.py --shape 35b --modes ar dflash static systems ablations --policies dspark
     python scripts/bench_decode.py --shape 35b --modes launches split --categories roleplay    # ways to launch
 
 Scripted acceptance, random weights: the target and its drafter have the sizes of the named models and random weights,
@@ -21,6 +22,8 @@ from pathlib import Path
 
 SHAPES = ["35b", "122b", "80b", "27b", "9b", "4b", "tiny"]
 MODES = ["stock", "ar", "dflash", "static", "hybridspec"]
+# the rows of the paper's Tables 1 and 3, when asked for
+TABLES = ["systems", "ablations"]
 # on a GPU, when asked for
 MORE_MODES = ["launches", "split"]
 CATEGORIES = ["coding", "math", "reasoning", "rag", "summarization", "writing", "roleplay"]
@@ -34,7 +37,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, help="of each request; default: 512 on a GPU, else 64")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=[*MODES, *MORE_MODES])
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=[*MODES, *TABLES, *MORE_MODES])
+    parser.add_argument(
+        "--policies", nargs="+", default=[], metavar="ROW", help="more rows, such as dcut, dspark, full+recurrent"
+    )
     parser.add_argument("--categories", nargs="+", default=CATEGORIES, choices=[*CATEGORIES, "recorded"])
     parser.add_argument(
         "--lengths",
@@ -67,6 +73,8 @@ def main() -> int:
     args = parse()
     # advice on faster kernels, and bars of weights that are not loaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # latency curves are measured in this process
+    os.environ["HYBRIDSPEC_CACHE"] = "off"
     import torch
 
     from hybridspec_hf.bench.decode_models import build
@@ -79,6 +87,11 @@ def main() -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda needs an NVIDIA GPU that torch finds. Without one: --shape tiny --device cpu.")
+    plan = Plan(args.modes, args.policies, args.lengths, args.context, args.new_tokens, args.repeats)
+    try:
+        plan.rows()
+    except ValueError as error:
+        sys.exit(f"--policies: {error}")
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     device = torch.device(args.device)
@@ -92,7 +105,6 @@ def main() -> int:
         sys.exit(str(error))
     print(*routing_lines(pair.routing), sep="\n", flush=True)
 
-    plan = Plan(args.modes, args.lengths, args.context, args.new_tokens, args.repeats)
     traces = [load_trace(name) for name in args.categories]
     print(*(f"trace {t.name}: AL {t.mean_al:.2f}, {t.source}" for t in traces), sep="\n", flush=True)
     report = run_benchmark(pair, traces, plan, bandwidth)

@@ -13,6 +13,9 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# no test reads or writes the user's cache of latency curves: each measures its own
+os.environ["HYBRIDSPEC_CACHE"] = "off"
+
 OUR_PACKAGES = ("hybridspec_hf", "hybridspec_generation", "hybridspec_kernels")
 
 torch.set_num_threads(1)

@@ -1,25 +1,11 @@
 """What a target and a drafter must offer to take part in a round."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from .cache import CacheShape, TargetCache
-from .state import RouterBoundary
-
-
-class Draft(NamedTuple):
-    """A proposal block and the signals that the selector reads.
-
-    Attributes:
-        tokens: `[D]`, int64, the drafter's top-1 tokens.
-        confidence: `[D]`, fp32, their probabilities.
-        entropy: `[D]`, fp32, nats.
-    """
-
-    tokens: Tensor
-    confidence: Tensor
-    entropy: Tensor
+from .state import Draft, RouterBoundary
 
 
 class Target(Protocol):
@@ -51,8 +37,8 @@ class Target(Protocol):
         """
         ...
 
-    def next_tokens(self, hidden: Tensor) -> Tensor:
-        """Greedy next token after each row: `[w, H]` -> `[w]`, int64."""
+    def next_tokens(self, hidden: Tensor, out: Tensor) -> None:
+        """Write the greedy next token after each row of `hidden` `[w, H]` to `out` `[w]`, int64."""
         ...
 
 
@@ -72,6 +58,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
-        """Draft the D tokens after `anchor` `[1]`, which sits at position `length` `[1]` behind the context."""
+    def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
+        """Draft into `draft` the D tokens after `anchor` `[1]`, at position `length` `[1]` behind the context."""
         ...

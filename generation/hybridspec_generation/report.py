@@ -21,6 +21,8 @@ class DecodeReport:
         nominal_lengths, stage0_lengths, verify_lengths: w0, u and w of each round.
         prefill_seconds, decode_seconds: wall-clock times.
         capture_seconds: compiling and capturing graphs, in the request that needed them first; in none of the others.
+        cost: where an adaptive policy's latency curve came from: "given", "measured now", "from the cache folder" or
+            "kept from an earlier request".
         notes: what a user should know, such as a table that was measured or a fallback that was taken.
     """
 
@@ -38,6 +40,7 @@ class DecodeReport:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     capture_seconds: float = 0.0
+    cost: str = ""
     notes: list[str] = field(default_factory=list)
 
     def add(self, readout: RoundReadout) -> None:

@@ -13,6 +13,20 @@ MAX_EOS, NO_TOKEN = 8, -1
 READOUT_HEADER = 4
 
 
+class Draft(NamedTuple):
+    """A proposal block and the signals that the selector reads.
+
+    Attributes:
+        tokens: `[D]`, int64, the drafter's top-1 tokens.
+        confidence: `[D]`, fp32, their probabilities.
+        entropy: `[D]`, fp32, nats.
+    """
+
+    tokens: Tensor
+    confidence: Tensor
+    entropy: Tensor
+
+
 class RouterBoundary(NamedTuple):
     """What Stage 0 keeps for Stage 1: rows 0..u-1 are valid after Stage 0.
 
@@ -53,6 +67,7 @@ class RoundState:
         self.target_input = ints(block)  # [W] anchor, then the proposal block
         self.confidence = floats(block - 1)  # [D] top-1 probability
         self.entropy = floats(block - 1)  # [D] nats
+        self.draft = Draft(self.proposal, self.confidence, self.entropy)  # what a drafter writes, views of the above
         self.prefix_prob = floats(block - 1)  # [D] p_i, P(first i draft tokens accepted)
 
         self.boundary = RouterBoundary(
@@ -83,6 +98,8 @@ class RoundState:
         self.eos[: len(eos)] = torch.tensor(eos, dtype=torch.int64, device=self.eos.device)
         self.remaining.fill_(remaining)
         self.finished.zero_()
+        # no round has emitted anything yet
+        self.num_committed.zero_()
 
     @property
     def anchor(self) -> Tensor:

@@ -23,6 +23,8 @@ from .decode_script import Script, ScriptedDrafter, scripted
 
 # how rounds are launched: `graphs` and `rounds_per_launch` of the config
 WAYS = (("parent", 1), ("parent", 16), ("per-length", 1), ("off", 1))
+# beside a busy thread, every operation that is launched waits for the interpreter's lock: seconds a round
+LAUNCHED_SINGLY, FEW_TOKENS = "off", 16
 SPLIT_LENGTH = 8
 
 
@@ -37,8 +39,9 @@ def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_token
         first, known = request(pair, prompt, script, new_tokens, config)
         held = free - torch.cuda.mem_get_info()[0]
         for busy in (False, True):
+            tokens = FEW_TOKENS if busy and graphs == LAUNCHED_SINGLY else new_tokens
             with busy_thread() if busy else idle():
-                report, right = request(pair, prompt, script, new_tokens, config)
+                report, right = request(pair, prompt, script, tokens, config)
             ms = 1e3 * report.decode_seconds / report.rounds
             found.append(Launches(report.launches, busy, ms, first.capture_seconds, held, known and right))
     release(pair.target)

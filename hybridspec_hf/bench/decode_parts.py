@@ -42,8 +42,9 @@ def time_parts(
     r = r if target is None else replace(r, target=target)
     assert r.drafter is not None
     emit_nothing(r)
-    work = [Work("draft", partial(r.drafter.propose, text[:1], r.cache.length), sum(floors.draft().values()))]
-    for w in sorted({1, *lengths}):
+    draft = partial(r.drafter.propose, text[:1], r.cache.length, r.state.draft)
+    work = [Work("draft", draft, sum(floors.draft().values()))]
+    for w in sorted({1, *lengths, block}):
         moved = floors.verification(w)
         work.append(Work(f"verification of {w}", partial(run_target, r, text, w), sum(moved.values())))
         if target is not None:
@@ -60,6 +61,8 @@ def kernel_target(pair: RandomPair, r: Round) -> KernelTarget | None:
     engine = get_engine(pair.target, pair.drafter)
     if not r.state.remaining.is_cuda or engine.round_target_reason(r.cache):
         return None
+    # as the engine does: the kernels read no slot that no token is in
+    r.cache.clear_rejected = False
     target = KernelTarget(engine.target, r.cache)
     target.start_request()
     return target
@@ -90,6 +93,6 @@ def kinds(target: KernelTarget, r: Round, w: int, moved: dict[str, float]) -> li
         Work("GDN", partial(mixers, "linear_attention"), size("gdn", "states")),
         Work("attention", partial(mixers, "full_attention"), size("attention", "kv")),
         Work("MoE" if target.top_k else "MLP", mlps, size("experts", "shared_experts", "router", "mlp")),
-        Work("head", partial(target.next_tokens, hidden), size("head")),
+        Work("head", partial(target.next_tokens, hidden, r.state.target_tokens[:w]), size("head")),
         Work("acceptance and commit", end, None),
     ]

@@ -22,6 +22,7 @@ from .decode_parts import time_parts
 from .decode_report import ALL, DecodeBenchmark, Row, Stock
 from .decode_script import Script, scripted
 from .decode_traces import Trace, load_acceptance
+from .rows import ABLATIONS, AUTOREGRESSIVE, SYSTEMS, BenchRow, parse_rows
 
 # plain generate is a hundred times slower: a difference of two short lengths is enough
 STOCK_TOKENS = (4, 12)
@@ -38,23 +39,30 @@ class Plan:
     """What is run.
 
     Attributes:
-        modes: of "stock", "ar", "dflash", "static" and "hybridspec"; with the first trace, "launches" (ways to launch
-            a round) and "split" (with and without the boundary behind Layer 0's router), on a GPU.
+        modes: of "stock", "ar", "dflash", "static" and "hybridspec"; "systems" and "ablations" (the rows of the
+            paper's Tables 1 and 3, see `rows`); with the first trace, "launches" (ways to launch a round) and "split"
+            (with and without the boundary behind Layer 0's router), on a GPU.
+        policies: more rows, by their names in `rows`.
         lengths: of "static" and of the parts.
         context, new_tokens: tokens of the prompt and of an answer. repeats: timed requests of each kind.
     """
 
     modes: Sequence[str]
+    policies: Sequence[str]
     lengths: Sequence[int]
     context: int
     new_tokens: int
     repeats: int
 
-    def policies(self) -> list[str]:
-        """Policies that draft."""
-        fixed = [f"static:{w}" for w in self.lengths if w > 1] if "static" in self.modes else []
-        full = ["full"] if "dflash" in self.modes else []
-        return [*full, *fixed, *(["hybridspec"] if "hybridspec" in self.modes else [])]
+    def rows(self) -> list[BenchRow]:
+        """What drafts; rows of one GDN backend behind each other, because each has its own buffers and graphs."""
+        names = ["full"] if "dflash" in self.modes else []
+        names += [f"static:{w}" for w in self.lengths if w > 1] if "static" in self.modes else []
+        names += ["hybridspec"] if "hybridspec" in self.modes else []
+        names += SYSTEMS if "systems" in self.modes else ()
+        names += ABLATIONS if "ablations" in self.modes else ()
+        rows = [row for row in parse_rows([*names, *self.policies]) if row.drafts]
+        return sorted(rows, key=lambda row: (not row.is_default, row.gdn_backend))
 
 
 def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwidth: float | None) -> DecodeBenchmark:
@@ -65,23 +73,23 @@ def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwid
     """
     prompt = pair.text(plan.context)
     floors = DecodeFloors(pair.target, pair.drafter, pair.routing.distinct if pair.routing else {}, plan.context)
-    policies = plan.policies()
-    requests = plan.repeats * (len(policies) * len(traces) + ("ar" in plan.modes))
+    drafting = plan.rows()
+    requests = plan.repeats * (len(drafting) * len(traces) + ("ar" in plan.modes))
     with tqdm(total=requests + len(STOCK) * ("stock" in plan.modes), desc="decode", unit="request") as bar:
         stock = [time_stock(pair, prompt, name, bar) for name in STOCK] if "stock" in plan.modes else []
-        rows = [time_requests(pair, prompt, "ar", None, plan, bar)] if "ar" in plan.modes else []
+        rows = [time_requests(pair, prompt, BenchRow(AUTOREGRESSIVE), None, plan, bar)] if "ar" in plan.modes else []
         # one script for all traces, because graphs are captured with it
-        script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1) if policies else None
-        for trace in traces if policies else ():
-            for policy in policies:
+        script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1) if drafting else None
+        for row in drafting:
+            for trace in traces:
                 warm = trace is not traces[0]
-                rows.append(time_requests(pair, prompt, policy, trace, plan, bar, script=script, warm=warm))
+                rows.append(time_requests(pair, prompt, row, trace, plan, bar, script=script, warm=warm))
     parts = time_parts(pair, prompt, plan.lengths, floors, bandwidth)
     release(pair.target)
     script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1)
     launches = compare_launches(pair, prompt, script, plan.new_tokens) if "launches" in plan.modes else []
     split = compare_split(pair, prompt, script, SPLIT_ROUNDS) if "split" in plan.modes else None
-    table = floors.to_dict(sorted({1, *plan.lengths}), bandwidth)
+    table = floors.to_dict(sorted({1, *plan.lengths, traces[0].block}), bandwidth)
     return DecodeBenchmark(rows, stock, parts, table, launches, split)
 
 
@@ -91,23 +99,21 @@ def request(prompt: Tensor, new_tokens: int) -> dict[str, Any]:
     return {"input_ids": prompt, "attention_mask": mask, "do_sample": False, "max_new_tokens": new_tokens}
 
 
-def options(pair: RandomPair, policy: str) -> dict[str, Any]:
-    """Keyword arguments of generate for "ar" or a policy; the tables fit the traces and the random routers."""
+def options(pair: RandomPair, row: BenchRow) -> dict[str, Any]:
+    """Keyword arguments of generate for a row; the tables fit the traces and the random routers."""
     wanted: dict[str, Any] = {"generation_mode": "hybridspec", "return_dict_in_generate": True}
-    if policy == "ar":
+    if not row.drafts:
         return wanted
-    tables: dict[str, Any] = {}
-    block = pair.drafter.config.block_size
-    acceptance = load_acceptance()
-    if policy == "hybridspec" and acceptance.block == block:
-        tables = {"acceptance": acceptance, "experts": pair.routing.table if pair.routing else None}
-    return wanted | {"assistant_model": pair.drafter, "hybridspec_config": HybridSpecConfig(policy=policy, **tables)}
+    tables, acceptance = HybridSpecConfig(), load_acceptance()
+    if acceptance.block == pair.drafter.config.block_size:
+        tables = HybridSpecConfig(acceptance=acceptance, experts=pair.routing.table if pair.routing else None)
+    return wanted | {"assistant_model": pair.drafter, "hybridspec_config": row.config(tables)}
 
 
 def time_requests(
     pair: RandomPair,
     prompt: Tensor,
-    policy: str,
+    row: BenchRow,
     trace: Trace | None,
     plan: Plan,
     bar: Any,
@@ -115,13 +121,13 @@ def time_requests(
     script: Script | None = None,
     warm: bool = False,
 ) -> Row:
-    """Decode the prompt with one policy `repeats` times, by a script that starts anew each time.
+    """Decode the prompt as one row does `repeats` times, by a script that starts anew each time.
 
     Args:
-        warm: the policy ran before; otherwise a request goes ahead that does not count.
+        warm: the row ran before; otherwise a request goes ahead that does not count.
     """
     wanted = follow(pair.successor, prompt[0, -1:], plan.new_tokens + 1)[1:]
-    bar.set_postfix_str(f"{trace.name if trace else ''} {policy}")
+    bar.set_postfix_str(f"{trace.name if trace else ''} {row.name}")
     runs, right = [], True
     scope: AbstractContextManager[None] = nullcontext()
     if script is not None:
@@ -130,14 +136,14 @@ def time_requests(
         for _ in range(plan.repeats + (not warm)):
             if script is not None and trace is not None:
                 script.load(trace)
-            out = pair.target.generate(**request(prompt, plan.new_tokens), **options(pair, policy))
+            out = pair.target.generate(**request(prompt, plan.new_tokens), **options(pair, row))
             right = right and torch.equal(out.sequences[0, plan.context :], wanted)
             runs.append(out.report)
     bar.update(plan.repeats)
     timed = runs[-plan.repeats :]
     last = timed[-1]
     return Row(
-        policy=policy,
+        policy=row.name,
         category=trace.name if trace else ALL,
         tokens_per_second=median(r.tokens_per_second for r in timed),
         spread=max(r.tokens_per_second for r in timed) - min(r.tokens_per_second for r in timed),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridspec_generation.protocols import Draft, Drafter
+from hybridspec_generation.protocols import Drafter
+from hybridspec_generation.state import Draft
 
 from ..drafters.dflash import DFlashDrafter
 from ..engine import Buffers, Engine, get_engine
@@ -21,9 +22,10 @@ class Script:
     tokens, as many as the row accepts, the others are wrong; confidence and entropy are the row's.
 
     Attributes:
-        turn: `[1]`, int64, rounds played.
+        row: `[1]`, int64, the row to play.
         next_tokens: `[V, D]`, int64, the D tokens after each token.
-        spoiled: `[N, D]`, int64, 1 where a round's draft token is wrong.
+        plan: `[N, D+1]`, int64, 1 where a round's draft token is wrong; behind these the row after it.
+        step: `[1, D+1]`, int64, the plan's row in play.
         confidence, entropy: `[N, D]`, fp32.
         drafter: who plays it.
 
@@ -40,46 +42,45 @@ class Script:
             tokens.append(successor[tokens[-1]])
         self.next_tokens = torch.stack(tokens, dim=1)
         rows = len(trace.accepted)
-        self.spoiled = torch.zeros(rows, draft_tokens, dtype=torch.int64, device=device)
+        self.plan = torch.zeros(rows, draft_tokens + 1, dtype=torch.int64, device=device)
+        self.plan[:, -1] = torch.arange(1, rows + 1) % rows
+        self.step = torch.zeros_like(self.plan[:1])
         self.confidence = torch.zeros(rows, draft_tokens, device=device)
         self.entropy = torch.zeros_like(self.confidence)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.row = torch.zeros(1, dtype=torch.int64, device=device)
         self.drafter: ScriptedDrafter | None = None
         self.load(trace)
 
     def load(self, trace: Trace) -> None:
         """Play another trace, of as many rounds, from its first row: in place, as captured graphs need it."""
-        draft_tokens = self.spoiled.shape[1]
-        if draft_tokens > trace.block - 1 or len(trace.accepted) != len(self.spoiled):
+        draft_tokens = self.confidence.shape[1]
+        if draft_tokens > trace.block - 1 or len(trace.accepted) != len(self.plan):
             raise ValueError(
                 f"The trace {trace.name!r} has {len(trace.accepted)} rounds of {trace.block - 1} draft tokens; the "
-                f"script plays {len(self.spoiled)} rounds of {draft_tokens}."
+                f"script plays {len(self.plan)} rounds of {draft_tokens}."
             )
-        self.spoiled.copy_((torch.arange(draft_tokens) >= trace.accepted[:, None]).long())
+        self.plan[:, :-1] = torch.arange(draft_tokens) >= trace.accepted[:, None]
         self.confidence.copy_(trace.confidence[:, :draft_tokens])
         self.entropy.copy_(trace.entropy[:, :draft_tokens])
         self.reset()
 
     def mean_emitted(self) -> float:
         """Tokens that a round of the loaded trace emits when all of it is verified."""
-        return float((1 - self.spoiled).cumprod(1).sum(1).float().mean()) + 1
+        return float((1 - self.plan[:, :-1]).cumprod(1).sum(1).float().mean()) + 1
 
     def reset(self) -> None:
         """Play from the first row again."""
-        self.turn.zero_()
+        self.row.zero_()
 
-    def rewrite(self, anchor: Tensor, tokens: Tensor, confidence: Tensor, entropy: Tensor) -> None:
-        """Play the next row into the proposal after `anchor` `[1]`, all in place.
-
-        Args:
-            tokens: `[D]`, int64. confidence, entropy: `[D]`, fp32.
-        """
-        row = self.turn % len(self.spoiled)
+    def rewrite(self, anchor: Tensor, draft: Draft) -> None:
+        """Play the next row as the draft after `anchor` `[1]`, in six operations: all drafting rounds pay for them."""
+        torch.index_select(self.plan, 0, self.row, out=self.step)
+        torch.index_select(self.next_tokens, 0, anchor, out=draft.tokens[None])
         # the other token of the pair (0, 1), (2, 3), ...: in the vocabulary and never the right one
-        tokens.copy_((self.next_tokens.index_select(0, anchor) ^ self.spoiled.index_select(0, row))[0])
-        confidence.copy_(self.confidence.index_select(0, row)[0])
-        entropy.copy_(self.entropy.index_select(0, row)[0])
-        self.turn += 1
+        draft.tokens.bitwise_xor_(self.step[0, :-1])
+        torch.index_select(self.confidence, 0, self.row, out=draft.confidence[None])
+        torch.index_select(self.entropy, 0, self.row, out=draft.entropy[None])
+        self.row.copy_(self.step[0, -1:])
 
 
 class ScriptedDrafter:
@@ -96,11 +97,10 @@ class ScriptedDrafter:
         """Write the wrapped drafter's context."""
         self.inner.append(features, start)
 
-    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
+    def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
         """Let the wrapped drafter propose, and overwrite what it says."""
-        draft = self.inner.propose(anchor, length)
-        self.script.rewrite(anchor, *draft)
-        return draft
+        self.inner.propose(anchor, length, draft)
+        self.script.rewrite(anchor, draft)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ Five steps: a capture run at full length, the acceptance model, the target's lat
 by position, and the pooled throughput rho over the captured rounds.
 """
 
+import datetime
+import importlib.util
 import math
 import platform
 from collections.abc import Callable, Sequence
@@ -16,20 +18,20 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from hybridspec_generation import AcceptanceTable, CostTable, DecodeReport, ExpertTable, HybridSpecConfig
-from hybridspec_generation.throughput import solve_throughput
+from hybridspec_generation import AcceptanceTable, CalibratedFor, CostTable, ExpertTable, HybridSpecConfig, cost_at
 
 from ..drafters.dflash import DFlashDrafter
 from ..engine import get_engine
 from ..models import SplitTarget
-from ..strategy import choose_target
 from ..validation import check_drafter
 from .acceptance import calibration_error, fit_acceptance_table, predict_acceptance, predict_unseen, reached_positions
-from .capture import CaptureRounds, capture_prompt, merge_rounds, start_round
+from .capture import CaptureRounds, capture_prompt, merge_rounds
+from .contexts import check_contexts, default_contexts, measure_contexts, typical_context
 from .experts import fit_expert_table, routing_correlation
-from .latency import device_name, measure_cost
+from .gains import interpolation_gain
+from .latency import device_name
 from .store import CAPTURE_NAME, CaptureStore, capture_header
-from .tables import fit_experts
+from .tables import fit_experts, rho_of
 
 
 class Names(NamedTuple):
@@ -56,7 +58,7 @@ def calibrate(
     output: str | Path,
     names: Names | None = None,
     eos: Sequence[int] | None = None,
-    context: int | None = None,
+    context: int | Sequence[int] | None = None,
     say: Callable[[str], object] = print,
 ) -> Calibration:
     """Calibrate the length policy for a pair and save it to a folder. Needs scikit-learn.
@@ -67,24 +69,27 @@ def calibrate(
         model, drafter: the pair, in eval mode and on the device that the latency curve is for.
         prompts: token ids `[1, T]` each; leave them out of every evaluation.
         max_new_tokens: of each prompt, more than one block.
-        output: folder for `hybridspec_config.json`, which `HybridSpecConfig.from_pretrained` reads.
+        output: folder for the config's two files, which `HybridSpecConfig.from_pretrained` reads.
         names: for the tables' `source`; None takes the names that the pair was loaded by.
         eos: token ids that end an answer; None takes those of the model's generation config.
-        context: tokens before the rounds whose latency is measured; None takes those
-            of a round half way through an answer.
+        context: tokens before the rounds whose latency is measured, one number or several; None takes those of a
+            round half way through an answer and, on a GPU, 1,024, 8,192 and 32,768 as far as the model and the memory
+            allow.
         say: told what is done.
 
     Raises:
+        ImportError: without scikit-learn.
         ValueError: if the folder holds a capture run of another pair or other prompts; if too few rounds are captured.
     """
+    require_sklearn()
     check_drafter(drafter, model)
     block, output = int(drafter.config.block_size or 0), Path(output)
     if max_new_tokens <= block:
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves no round a whole block of {block}: allow more.")
-    if context is not None and context < 1:
-        raise ValueError(f"context must be at least 1 token, got {context}.")
     if not prompts:
         raise ValueError("Calibration needs prompts, got none.")
+    typical = typical_context(prompts, max_new_tokens)
+    contexts = default_contexts(model, typical, block) if context is None else check_contexts(model, context, block)
     names = names or Names(model.config.name_or_path, drafter.config.name_or_path, f"{len(prompts)} prompts")
     eos = model_eos(model) if eos is None else list(eos)
 
@@ -95,19 +100,39 @@ def calibrate(
     captured = capture_missing(model, drafter, prompts, store, max_new_tokens=max_new_tokens, eos=eos)
     rounds = merge_rounds(captured)
 
-    target = get_engine(model, drafter).target
+    engine = get_engine(model, drafter)
+    target = engine.target
     pair = f"target {names.target}, drafter {names.drafter}"
     where = f"captured on {device_name(model.device)}, torch {torch.__version__}, {versions()}"
     source = f"{pair}, {len(rounds.accepted)} rounds of {len(prompts)} prompts ({names.prompts}), {where}"
     acceptance, experts = fit_tables(rounds, target, source)
-    say("Measuring the target's latency by length.")
-    cost = measure_pair(model, drafter, text_of(prompts, context or typical_context(prompts, max_new_tokens)))
-    cost = replace(cost, source=f"{pair}, {cost.source}, {versions()}")
     prefix = predict_acceptance(rounds, acceptance).cumprod(1)
-    rho = solve_throughput(prefix, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
-    config = HybridSpecConfig(acceptance=acceptance, experts=experts, cost=cost, throughput=rho)
+    costs = tuple(
+        replace(cost, source=f"{pair}, {cost.source}, {versions()}", throughput=rho_of(prefix, cost))
+        for cost in measure_contexts(model, drafter, prompts, contexts, say)
+    )
+    identity = engine.identity(drafter)
+    made_for = CalibratedFor(
+        **names._asdict(), target_weights=identity.target, drafter_weights=identity.drafter,
+        hardware=device_name(model.device), versions=f"torch {torch.__version__}, {versions()}",
+        date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+    config = HybridSpecConfig(acceptance=acceptance, experts=experts, cost=costs, calibrated_for=made_for)
     config.save_pretrained(output)
-    return Calibration(config, {**describe_rounds(captured, acceptance, target.top_k), **describe_cost(cost, rho)})
+    report = {**describe_rounds(captured, acceptance, target.top_k), **describe_cost(cost_at(costs, typical))}
+    report["contexts"] = {str(cost.context): describe_cost(cost) for cost in costs}
+    report["interpolation_gain"] = interpolation_gain(prefix, costs, cost_at(costs, typical))
+    return Calibration(config, report)
+
+
+def require_sklearn() -> None:
+    """Say so before hours of decoding.
+
+    Raises:
+        ImportError: without scikit-learn.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise ImportError('calibration needs scikit-learn: pip install "hybridspec-hf[calibration]".')
 
 
 def capture_missing(
@@ -141,32 +166,6 @@ def fit_tables(rounds: CaptureRounds, target: SplitTarget, source: str) -> tuple
     experts = fit_expert_table(rounds, source=source, **moe)
     # without a router in Layer 0 there is nothing to count
     return acceptance, experts if target.top_k else fit_experts(experts, acceptance.block, **moe)
-
-
-@torch.no_grad()
-def measure_pair(model: Any, drafter: DFlashDrafter, text: Tensor) -> CostTable:
-    """The latency curve behind `text` `[T]`, as generate's rounds run here: in kernels and graphs where they can."""
-    check_drafter(drafter, model)
-    engine, text = get_engine(model, drafter), text.to(model.device)
-    budget = int(drafter.config.block_size or 0)
-    buffers = engine.borrow(drafter, len(text) + budget)
-    try:
-        r = start_round(model, engine, buffers, drafter, text[None], budget=budget, eos=[])
-        r, graphs = choose_target(engine, buffers, drafter, r, HybridSpecConfig().graphs, DecodeReport(policy="full"))
-        return measure_cost(r, text, graphs=graphs != "off")
-    finally:
-        engine.give_back(buffers)
-
-
-def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
-    """Tokens before a round half way through the answer to a prompt of middle length."""
-    return sorted(ids.shape[1] for ids in prompts)[len(prompts) // 2] + max_new_tokens // 2
-
-
-def text_of(prompts: Sequence[Tensor], length: int) -> Tensor:
-    """`[length]` tokens of the prompts, repeated where they are too short."""
-    text = torch.cat([ids[0].cpu() for ids in prompts])
-    return text.repeat(-(-length // len(text)))[:length]
 
 
 def model_eos(model: Any) -> list[int]:
@@ -214,11 +213,11 @@ def describe_rounds(captured: Sequence[CaptureRounds], table: AcceptanceTable, t
     }
 
 
-def describe_cost(cost: CostTable, throughput: float) -> dict[str, Any]:
+def describe_cost(cost: CostTable) -> dict[str, Any]:
     """The latency curve in milliseconds a round by length, and rho in tokens per second, as JSON types."""
     lengths = range(2, len(cost.target_cost))
     return {
-        "throughput": round(throughput, 3),
+        "throughput": round(cost.throughput, 3),
         "round_ms": {str(w): round(1e3 * (cost.fixed_cost + cost.target_cost[w]), 4) for w in lengths},
         "fixed_ms": round(1e3 * cost.fixed_cost, 4),
         "stage0_token_us": round(1e6 * cost.stage0_token_cost, 3),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridspec_generation.config import CostTable
 from hybridspec_generation.round import Round
+from hybridspec_generation.tables import CostTable
 
 from ..graphs.timing import graph_seconds
 
@@ -26,13 +26,14 @@ MIN_COST = 1e-9
 Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
 
 
-def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> CostTable:
+def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtime: str = "") -> CostTable:
     """Time both stages at several lengths and fit the paper's quadratic.
 
     Args:
         r: a round whose cache holds a prompt; nothing of it is committed.
         tokens: `[T]`, int64, text to verify: its last W tokens are used, repeated if T < W.
         graphs: time CUDA graphs, because rounds run as graphs; else launches one by one.
+        runtime: what runs the rounds, for the table.
 
     Returns:
         The pair's `CostTable`, its `source` naming hardware, versions and method.
@@ -44,7 +45,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> Cos
     timer: Timer = partial(graph_seconds, device=text.device) if graphs else wall_seconds
     whole = timer([partial(run_target, r, text, w) for w in lengths])
     first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in lengths])
-    (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length)])
+    (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length, r.state.draft)])
 
     curve = np.polyval(np.polyfit(lengths, whole, min(2, len(lengths) - 1)), np.arange(block + 1))
     # noise must not make a longer input look cheaper
@@ -56,6 +57,8 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> Cos
         stage0_token_cost=max(0.0, slope(lengths, first)),
         expert_cost=expert_cost(r, timer),
         device=device_name(text.device),
+        runtime=runtime,
+        context=int(r.cache.length),
         source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
         f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, shortest of {REPEATS}",
     )
@@ -64,7 +67,8 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False) -> Cos
 def run_target(r: Round, text: torch.Tensor, w: int) -> None:
     """Both stages and the head on w tokens; writes scratch rows only."""
     r.target.stage0(text[:w], r.cache, r.state.boundary)
-    r.target.next_tokens(r.target.stage1(w, r.cache, r.state.boundary, r.state.features))
+    hidden = r.target.stage1(w, r.cache, r.state.boundary, r.state.features)
+    r.target.next_tokens(hidden, r.state.target_tokens[:w])
 
 
 def expert_cost(r: Round, timer: Timer) -> float:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..drafters.dflash import DFlashDrafter
+from ..identity import fingerprint
 from .capture import CaptureRounds
 
 CAPTURE_NAME = "capture.jsonl"
 FORMAT = 1
-# of each parameter, enough to tell two checkpoints apart
-SAMPLE = 16
 # what must agree, what a refusal calls it, and the entry that names it
 IDENTITY = {
     "format": ("another version of hybridspec_hf", "format"),
@@ -101,16 +100,6 @@ def check_header(path: Path, found: dict[str, Any], header: dict[str, Any]) -> N
                 f"{', whose content has changed' if was == now else ''}. "
                 "Choose another output folder, or delete the file to capture again."
             )
-
-
-def fingerprint(module: nn.Module) -> str:
-    """A short hash of a model's weights, from a few elements of each."""
-    digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLE)].contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def rounded(part: Tensor) -> Any:

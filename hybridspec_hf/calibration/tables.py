@@ -11,69 +11,106 @@ import torch
 from torch import Tensor
 
 from hybridspec_generation import AcceptanceTable, DecodeReport, ExpertTable, HybridSpecConfig
-from hybridspec_generation.config import CostTable, SelectionTables
 from hybridspec_generation.round import Round
+from hybridspec_generation.tables import CalibratedFor, CostTable, SelectionTables, cost_at
 from hybridspec_generation.throughput import solve_throughput
 
+from ..drafters.dflash import DFlashDrafter
 from ..engine import Engine
+from ..identity import PairIdentity
 from ..models import SplitTarget
+from .cost_files import cost_facts, read_cost, write_cost
 from .latency import device_name, measure_cost
 
 DEFAULTS = "default_tables.json"
 
 
 class TableSet(NamedTuple):
-    """The tables of one request before anything ran: `cost` is None until it is measured.
+    """The tables of one request before anything ran: without `costs`, a curve is measured.
 
     Attributes:
-        throughput: rho, or None to solve it once the cost is known.
-        notes: which of them are shipped defaults or belong to another machine.
+        throughput: rho, or None to take the cost curve's or solve it.
+        notes: which of them are shipped defaults, or belong to another pair or machine.
     """
 
     acceptance: AcceptanceTable
     experts: ExpertTable
-    cost: CostTable | None
+    costs: tuple[CostTable, ...]
     throughput: float | None
     notes: list[str]
 
+    def measured_again(self, why: str) -> "TableSet":
+        """Without the costs, and without the rho that goes with them if another can be solved; warns once of it."""
+        note = f"{why}: it is measured again here, and rho solved with it; the other tables are kept"
+        _warn_once(note)
+        throughput = self.throughput or max(cost.throughput for cost in self.costs) or None
+        return self._replace(
+            costs=(),
+            throughput=None if self.acceptance.reference_rounds else throughput,
+            notes=[note, *self.notes],
+        )
 
-def choose_tables(config: HybridSpecConfig, target: SplitTarget, block: int) -> TableSet:
+
+def choose_tables(
+    config: HybridSpecConfig, target: SplitTarget, block: int, pair: PairIdentity | None = None
+) -> TableSet:
     """Given and shipped tables for this pair, all checks made.
 
     Args:
         config: an adaptive policy. target: the pair's target. block: W, the drafter's block size.
+        pair: the pair's identity, to compare with what the config was calibrated for.
 
     Raises:
-        ValueError: if a given table belongs to another target or block size.
+        ValueError: if a given table has another block size; or is another target's, unless the config says whose.
     """
     _check_blocks(config, block)
     acceptance = config.acceptance or fit_acceptance(default_tables()[0], block)
-    experts = config.experts or fit_experts(default_tables()[1], block, target.top_k, target.num_moe_layers)
-    if (experts.top_k, experts.num_moe_layers) != (target.top_k, target.num_moe_layers):
+    notes = []
+    if config.acceptance is None:
+        notes.append(f"acceptance: shipped default ({acceptance.source})")
+    stranger = another_pair(config.calibrated_for, pair)
+    experts = config.experts
+    if experts is None or (stranger and not fits_target(experts, target)):
+        # a target without routers has counted nothing that could be scaled
+        counted = experts if experts and experts.top_k else default_tables()[1]
+        if counted is not experts:
+            notes.append(f"experts: shipped default ({counted.source})")
+        experts = fit_experts(counted, block, target.top_k, target.num_moe_layers)
+    if not fits_target(experts, target):
         raise ValueError(
             f"The experts table was counted on a target with top_k={experts.top_k} and {experts.num_moe_layers} MoE "
             f"layers, this one has top_k={target.top_k} and {target.num_moe_layers}. Calibrate on this target, or "
             "leave experts out to use the shipped default."
         )
-    notes = []
-    cost, throughput = config.cost, config.throughput
-    if cost is not None and cost.device and cost.device != (here := device_name(target.cache_shape.device)):
-        notes.append(
-            f"the cost table was measured on {cost.device}, this is {here}: it is measured again here, and rho solved "
-            "with it; the other tables are kept"
-        )
-        _warn_once(notes[0])
-        cost = throughput = None
-    if throughput is None and not acceptance.reference_rounds:
+    tables = TableSet(acceptance, experts, config.costs, config.throughput, notes)
+    device = tables.costs[0].device if tables.costs else ""
+    if tables.costs and stranger:
+        tables = tables.measured_again(f"the cost table was measured with {stranger}, this is another pair")
+    elif device and device != (here := device_name(target.cache_shape.device)):
+        tables = tables.measured_again(f"the cost table was measured on {device}, this is {here}")
+    elif stranger:
+        _warn_once(note := f"the tables were calibrated for {stranger}, this is another pair: they are kept")
+        notes.insert(0, note)
+    known = tables.throughput or (tables.costs and all(cost.throughput for cost in tables.costs))
+    if not known and not acceptance.reference_rounds:
         raise ValueError(
             "The acceptance table has no reference_rounds, so rho cannot be solved. "
             "Set HybridSpecConfig(throughput=tokens_per_second), or calibrate again."
         )
-    if config.acceptance is None:
-        notes.append(f"acceptance: shipped default ({acceptance.source})")
-    if config.experts is None:
-        notes.append(f"experts: shipped default ({experts.source})")
-    return TableSet(acceptance, experts, cost, throughput, notes)
+    return tables
+
+
+def another_pair(made_for: CalibratedFor | None, pair: PairIdentity | None) -> str | None:
+    """The pair that tables were made for, in words, if it is not this one."""
+    if made_for is None or pair is None or (made_for.target_weights, made_for.drafter_weights) == pair:
+        return None
+    target, drafter = (made_for.target, made_for.target_weights), (made_for.drafter, made_for.drafter_weights)
+    return "target {} ({}), drafter {} ({})".format(*target, *drafter)
+
+
+def fits_target(experts: ExpertTable, target: SplitTarget) -> bool:
+    """Whether experts were counted on a target of this size."""
+    return (experts.top_k, experts.num_moe_layers) == (target.top_k, target.num_moe_layers)
 
 
 @lru_cache
@@ -82,8 +119,8 @@ def _warn_once(text: str) -> None:
 
 
 def _check_blocks(config: HybridSpecConfig, block: int) -> None:
-    for name in ("acceptance", "experts", "cost"):
-        table = getattr(config, name)
+    first = {"acceptance": config.acceptance, "experts": config.experts, "cost": next(iter(config.costs), None)}
+    for name, table in first.items():
         if table is not None and table.block != block:
             raise ValueError(
                 f"The {name} table of hybridspec_config is for a block of {table.block} tokens (anchor included), the "
@@ -92,29 +129,60 @@ def _check_blocks(config: HybridSpecConfig, block: int) -> None:
 
 
 def selection_tables(
-    tables: TableSet, engine: Engine, r: Round, text: Tensor, report: DecodeReport, graphs: bool = False
-) -> SelectionTables:
-    """The tables on the device; the cost is measured by the pair's first request and kept with its engine.
+    tables: TableSet, engine: Engine, drafter: DFlashDrafter, r: Round, text: Tensor, report: DecodeReport,
+    graphs: bool = False,
+) -> SelectionTables:  # fmt: skip
+    """The tables on the device, with the costs behind this request's middle; a curve that is missing is measured.
+
+    The context grows by at most the output budget, so a round's own cost differs little from the middle's, and the
+    kernels read one curve.
 
     Args:
         r: a prefilled round, and text `[T]`, int64, of its prompt, to measure on.
         graphs: whether rounds will run as graphs.
     """
+    runtime = describe_runtime(report, graphs)
+    report.cost = "given"
+    if tables.costs and tables.costs[0].runtime not in ("", runtime):
+        was = tables.costs[0].runtime
+        tables = tables.measured_again(f"the cost table was measured with {was}, rounds run here with {runtime}")
     report.notes.extend(tables.notes)
-    cost = tables.cost
-    if cost is None:
-        key = f"{report.gdn}, {'graphs' if graphs else report.launches}"
-        cost = engine.costs.get(key) or measure_cost(r, text, graphs=graphs)
-        engine.costs[key] = cost
-        report.notes.append(f"cost: {cost.source}")
-    throughput = tables.throughput or pooled_throughput(tables.acceptance, cost)
+    costs = tables.costs or (first_cost(engine, drafter, r, text, runtime, report, graphs),)
+    cost = cost_at(costs, report.prompt_tokens + int(r.state.remaining) // 2)
+    throughput = tables.throughput or cost.throughput or pooled_throughput(tables.acceptance, cost)
     return SelectionTables.build(tables.acceptance, cost, tables.experts, throughput, r.state.remaining.device)
+
+
+def first_cost(
+    engine: Engine, drafter: DFlashDrafter, r: Round, text: Tensor, runtime: str, report: DecodeReport, graphs: bool
+) -> CostTable:
+    """The pair's own curve: of an earlier request, of the cache folder, or measured now."""
+    cost, report.cost = engine.costs.get(runtime), "kept from an earlier request"
+    if cost is None:
+        facts = cost_facts(engine, drafter, runtime)
+        cost, report.cost = read_cost(facts), "from the cache folder"
+        if cost is None:
+            cost, report.cost = measure_cost(r, text, graphs=graphs, runtime=runtime), "measured now"
+            if trouble := write_cost(facts, cost):
+                report.notes.append(f"cost: {trouble}")
+        engine.costs[runtime] = cost
+    report.notes.append(f"cost: {report.cost}, {cost.source}")
+    return cost
+
+
+def describe_runtime(report: DecodeReport, graphs: bool) -> str:
+    """What runs the rounds, as far as it decides their time."""
+    return f"{report.gdn}, {'graphs' if graphs else report.launches}"
 
 
 def pooled_throughput(acceptance: AcceptanceTable, cost: CostTable) -> float:
     """rho over the acceptance table's reference rounds."""
-    rounds = torch.tensor(acceptance.reference_rounds, dtype=torch.float64)
-    return solve_throughput(rounds, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
+    return rho_of(torch.tensor(acceptance.reference_rounds, dtype=torch.float64), cost)
+
+
+def rho_of(prefix: Tensor, cost: CostTable) -> float:
+    """rho of rounds with prefix probabilities `[N, D]` at these costs."""
+    return solve_throughput(prefix, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
 
 
 @lru_cache(maxsize=1)

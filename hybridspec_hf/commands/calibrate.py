@@ -1,7 +1,6 @@
 """`hybridspec calibrate`: a pair and a file of prompts → a folder with its HybridSpecConfig, and a report."""
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridspec_hf import DFlashDrafter
-from hybridspec_hf.calibration.calibrate import Calibration, Names, calibrate, model_eos
+from hybridspec_hf.calibration.calibrate import Calibration, Names, calibrate, model_eos, require_sklearn
 from hybridspec_hf.calibration.prompts import load_prompts
 from hybridspec_hf.commands.pair import pick_device
 
@@ -36,8 +35,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--context",
         type=int,
+        nargs="+",
         metavar="N",
-        help="tokens before a timed round (default: half an answer behind a prompt)",
+        help="tokens before the timed rounds; between several, lengths are chosen by interpolation (default: half an "
+        "answer behind a prompt, on a GPU 1024, 8192 and 32768 too)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ... (default: auto)")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
@@ -48,8 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Calibrate, save and report."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise ImportError('calibration needs scikit-learn: pip install "hybridspec-hf[calibration]".')
+    require_sklearn()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = pick_device(args.device)
@@ -100,5 +100,9 @@ def print_report(result: Calibration) -> None:
         f"                     fixed {report['fixed_ms']:.3f} ms, s {report['stage0_token_us']:.2f} us, "
         f"eta {report['expert_us']:.2f} us"
     )
-    print(f"\n{'length':<10}" + "".join(f"{w:>8}" for w in report["round_ms"]))
-    print(f"{'ms/round':<10}" + "".join(f"{ms:>8.3f}" for ms in report["round_ms"].values()))
+    print(f"\n{'ms/round':<10}" + "".join(f"{f'w={w}':>8}" for w in report["round_ms"]) + f"{'rho':>10}{'gain':>8}")
+    for context, cost in report["contexts"].items():
+        times = "".join(f"{ms:>8.3f}" for ms in cost["round_ms"].values())
+        gain = 100 * (report["interpolation_gain"][context] - 1)
+        print(f"{context:<10}{times}{cost['throughput']:>10.1f}{gain:>7.2f}%")
+    print("by context; gain: modelled throughput over that with one curve, the prompts' own, for every context")

@@ -20,7 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=policy_name,
         help="hybridspec (default), nominal, dcut, evict, dspark, full, static:N or ar",
     )
-    parser.add_argument("--config", metavar="DIR", help="what `hybridspec calibrate` wrote (default: shipped tables)")
+    parser.add_argument("--config", metavar="DIR", help="what `hybridspec calibrate` wrote, a folder or a Hub name")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")

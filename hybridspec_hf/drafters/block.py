@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridspec_generation.protocols import Draft
+from hybridspec_generation.state import Draft
 
 from .dflash import DFlashDrafter
 from .visibility import block_mask
@@ -56,15 +56,16 @@ class BlockDrafter:
             self.keys[layer].index_copy_(2, positions, keys)
             self.values[layer].index_copy_(2, positions, values)
 
-    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
-        """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`."""
+    def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
+        """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`, see `Drafter.propose`."""
         hidden = self.hidden_states(anchor, length)[0, 1:]
         # the head runs in its own dtype: it is the target's, and its input is normalised
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
         log_prob = logits.log_softmax(-1)
         confidence, tokens = log_prob.max(-1)
-        entropy = -(log_prob.exp() * log_prob).sum(-1)
-        return Draft(tokens, confidence.exp(), entropy)
+        draft.tokens.copy_(tokens)
+        draft.confidence.copy_(confidence.exp())
+        draft.entropy.copy_(-(log_prob.exp() * log_prob).sum(-1))
 
     def hidden_states(self, anchor: Tensor, length: Tensor) -> Tensor:
         """Final hidden states of the block `[1, W, H]`; the block's keys go to the slots behind the context."""

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridspec_generation.protocols import Draft
+from hybridspec_generation.state import Draft
 from hybridspec_kernels import (
     MAX_PARTS,
     MAX_TOKENS,
     AttentionScratch,
     HeadScratch,
     add_rms_norm,
-    attention_prepare,
     attention_splits,
+    attention_store,
     attention_verify,
     has_kernels,
     head_draft,
@@ -42,7 +42,7 @@ class KernelDrafter(BlockDrafter):
     def _allocate(self) -> None:
         config, W, device, dtype = self.drafter.config, self.block_size, self.keys.device, self.keys.dtype
         kv_heads, capacity, head_dim = self.keys.shape[2:]
-        self.query_heads: int = config.num_attention_heads
+        query_heads: int = config.num_attention_heads
 
         def buffer(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -52,22 +52,16 @@ class KernelDrafter(BlockDrafter):
         # sums in parts, of whatever narrow layer ran last
         self.parts = buffer(MAX_PARTS * W * config.hidden_size, dtype=torch.float32)
         self.inner = buffer(W, config.intermediate_size)
-        self.projected = buffer(W, (self.query_heads + 2 * kv_heads) * head_dim)
+        self.projected = buffer(W, (query_heads + 2 * kv_heads) * head_dim)
         layers, columns = config.num_hidden_layers, 2 * kv_heads * head_dim
         # every layer's k and v rows in one weight, so that the context's keys and values are one product
         self.context_weight = buffer(layers * columns, config.hidden_size)
         self.context_norm = buffer(layers, head_dim)
         self.context_projected = buffer(W, layers * columns)
-        self.queries = buffer(W, self.query_heads, head_dim)
-        self.mixed = buffer(W, self.query_heads * head_dim)
+        self.mixed = buffer(W, query_heads * head_dim)
         splits = attention_splits(capacity, kv_heads, device)
-        self.attention_scratch = AttentionScratch.allocate(W, self.query_heads, head_dim, splits, device)
+        self.attention_scratch = AttentionScratch.allocate(W, query_heads, head_dim, splits, device)
         self.head_scratch = HeadScratch.allocate(W, len(self.lm_head.weight), device)
-        self.draft = Draft(
-            torch.zeros(W - 1, dtype=torch.int64, device=device),
-            buffer(W - 1, dtype=torch.float32),
-            buffer(W - 1, dtype=torch.float32),
-        )
         # text positions are slots: one table serves every request
         cos, sin = self.drafter.rotary(self.slots[None])
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
@@ -90,13 +84,13 @@ class KernelDrafter(BlockDrafter):
         self.norm(drafter.hidden_norm, None, self.summed(features, drafter.fc.weight), context)
         projected = self.context_projected[:w]
         linear(context, (self.context_weight,), projected, overlap=True)
-        attention_prepare(
-            projected, None, self.context_norm, self.cos, self.sin, start, None, self.keys[:, 0], self.values[:, 0],
-            query_heads=0, gated=False, zero_centered=False, eps=drafter.layers[0].self_attn.k_norm.eps, overlap=True,
+        attention_store(
+            projected, self.context_norm, self.cos, self.sin, start, self.keys[:, 0], self.values[:, 0],
+            eps=drafter.layers[0].self_attn.k_norm.eps, overlap=True,
         )  # fmt: skip
 
-    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
-        """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`."""
+    def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
+        """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`, see `Drafter.propose`."""
         self.tokens[:1].copy_(anchor)
         residual, hidden, delta = self.residual, self.hidden, None
         torch.index_select(self.embed_tokens.weight, 0, self.tokens, out=residual)
@@ -109,22 +103,17 @@ class KernelDrafter(BlockDrafter):
             swiglu_linear(hidden, mlp.gate_proj.weight, mlp.up_proj.weight, self.inner, overlap=True)
             delta = self.summed(self.inner, mlp.down_proj.weight)
         self.norm(self.drafter.norm, residual, delta, hidden)
-        head_draft(hidden[1:], self.lm_head.weight, *self.draft, self.head_scratch, overlap=True)
-        return self.draft
+        head_draft(hidden[1:], self.lm_head.weight, *draft, self.head_scratch, overlap=True)
 
     def attend(self, i: int, attention: Any, hidden: Tensor, length: Tensor) -> Tensor:
-        """Attention and output projection of layer i on `[W, H]`; the block's keys go to the context."""
+        """Attention and output projection of layer i on `[W, H]`; `append` overwrites the block's slots."""
         weights = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         linear(hidden, weights, self.projected, overlap=True)
-        attention_prepare(
-            self.projected, attention.q_norm.weight, attention.k_norm.weight, self.cos, self.sin, length, self.queries,
-            self.keys[i, 0], self.values[i, 0], query_heads=self.query_heads, gated=False, zero_centered=False,
-            eps=attention.k_norm.eps, overlap=True,
-        )  # fmt: skip
         rule = self.drafter.rules[i]
         attention_verify(
-            self.queries, self.keys[i, 0], self.values[i, 0], length, self.mixed, self.attention_scratch,
-            scale=attention.head_dim**-0.5, causal=rule.causal, window=rule.window,
+            self.projected, attention.q_norm.weight, attention.k_norm.weight, self.cos, self.sin, length,
+            self.keys[i, 0], self.values[i, 0], self.mixed, self.attention_scratch, gated=False, zero_centered=False,
+            eps=attention.k_norm.eps, scale=attention.head_dim**-0.5, causal=rule.causal, window=rule.window,
             window_from_block=rule.window_from_block, overlap=True,
         )  # fmt: skip
         return self.summed(self.mixed, attention.o_proj.weight)

@@ -129,9 +129,9 @@ class SplitTarget:
             self.record_features(i, hidden_states, features)
         return self.norm(hidden_states)
 
-    def next_tokens(self, hidden: Tensor) -> Tensor:
+    def next_tokens(self, hidden: Tensor, out: Tensor) -> None:
         """Greedy choice after each row; fp32 first, as generate does, so that ties fall the same way."""
-        return self.lm_head(hidden).float().argmax(-1)
+        torch.argmax(self.lm_head(hidden).float(), -1, out=out)
 
     # ---- their parts
 

@@ -21,10 +21,9 @@ from hybridspec_kernels import (
     HeadScratch,
     Routing,
     add_rms_norm,
-    attention_prepare,
     attention_splits,
     attention_verify,
-    gated_rms_norm,
+    gated_linear,
     head_argmax,
     linear,
     linear_parts,
@@ -63,21 +62,18 @@ class KernelTarget:
 
     def _allocate(self, cache: TargetCache) -> None:
         split, W, device = self.split, cache.block, cache.length.device
-        gdn = cache.gdn.shape
 
         def buffer(*size: int) -> Tensor:
             return torch.zeros(size, dtype=split.cache_shape.dtype, device=device)
 
         self.hidden = buffer(W, split.hidden_size)
-        self.core = buffer(W, gdn.value_heads * gdn.value_dim)
-        self.chosen = torch.zeros(W, dtype=torch.int64, device=device)
         self.head_scratch = HeadScratch.allocate(W, len(split.lm_head.weight), device)
         if "full_attention" in split.layer_types:
             attention = split.mixers[split.layer_types.index("full_attention")]
             head_dim, (kv_heads, capacity) = attention.head_dim, cache.keys.shape[1:3]
             query_heads = len(attention.q_proj.weight) // (2 * head_dim)
             self.projected = buffer(W, (2 * query_heads + 2 * kv_heads) * head_dim)
-            self.queries, self.mixed = buffer(W, query_heads, head_dim), buffer(W, query_heads * head_dim)
+            self.mixed = buffer(W, query_heads * head_dim)
             splits = attention_splits(capacity, kv_heads, device)
             self.attention_scratch = AttentionScratch.allocate(W, query_heads, head_dim, splits, device)
             positions = torch.zeros(split.rotary_axes, 1, dtype=torch.int64, device=device)
@@ -86,7 +82,6 @@ class KernelTarget:
         if split.top_k:
             # Stage 1 takes up Layer 0's shared expert where Stage 0 left it
             self.boundary_front = buffer(W, sum(map(len, front_weights(split.layers[0].mlp))))
-            self.routing = Routing.allocate(W, split.top_k, self.hidden.dtype, device)
             self.slots = ExpertSlots.allocate(W, split.top_k, device)
             inner = max(max(e.down.shape[2], e.shared_down.shape[1]) for e in self._experts())
             self.act = buffer(len(self.slots.expert), MAX_TOKENS, inner)
@@ -134,7 +129,7 @@ class KernelTarget:
         if self.top_k:
             front = self.boundary_front[:u]
             linear(hidden, front_weights(layer.mlp), front, overlap=True)
-            moe_route(front, self.boundary_routing(boundary), None, experts=self.num_experts, overlap=True)
+            self.route(front, boundary_routing(boundary), None)
 
     def stage1(self, w: int, cache: TargetCache, boundary: RouterBoundary, features: Tensor | None) -> Tensor:
         """Layer 0 from its experts on, then the other layers, see `Target.stage1`; uses up the boundary's residual."""
@@ -147,11 +142,9 @@ class KernelTarget:
         self.norm(self.split.norm, residual, delta, hidden, self.feature(len(layers) - 1, w, features))
         return hidden
 
-    def next_tokens(self, hidden: Tensor) -> Tensor:
+    def next_tokens(self, hidden: Tensor, out: Tensor) -> None:
         """Greedy choice after each row, see `Target.next_tokens`."""
-        tokens = self.chosen[: len(hidden)]
-        head_argmax(hidden, self.split.lm_head.weight, tokens, self.head_scratch, overlap=True)
-        return tokens
+        head_argmax(hidden, self.split.lm_head.weight, out, self.head_scratch, overlap=True)
 
     # ---- their parts
 
@@ -178,59 +171,61 @@ class KernelTarget:
         return self.attention(module, index, hidden)
 
     def gated_delta_net(self, module: Any, index: int, hidden: Tensor) -> Tensor:
-        """Projections and convolution, verification, gated norm, output projection: one launch each."""
+        """Projections and convolution; verification; gated norm and output projection: one launch each."""
         gdn, params, rows, w = self.cache.gdn, self.split.gdn_params[index], self.split.gdn_rows[index], len(hidden)
         assert rows is not None
         projection = GDNProjection(*self.split.projection_weights(module), rows)
         mixed_qkv, z, a, b = gdn.project(index, hidden, projection, params, overlap=True)
         out = gdn.verify_convolved(index, mixed_qkv, a, b, params, overlap=True)
-        core = self.core[:w]
-        gated_rms_norm(out, z, module.norm.weight, core, eps=module.norm.variance_epsilon, overlap=True)
-        return self.summed(core, module.out_proj.weight)
+        norm, weight = module.norm, module.out_proj.weight
+        parts = self.sum_parts(w, *weight.shape)
+        gated_linear(out, z, norm.weight, weight, parts, eps=norm.variance_epsilon, overlap=True)
+        return parts
 
     def attention(self, module: Any, index: int, hidden: Tensor) -> Tensor:
-        """Joint projection, norms and rotation, attention over the visible slots, output projection."""
+        """Joint projection; attention over the visible slots, norms and rotation included; output projection."""
         cache, w = self.cache, len(hidden)
-        keys, values = cache.keys[index], cache.values[index]
-        projected, queries, mixed = self.projected[:w], self.queries[:w], self.mixed[:w]
+        projected, mixed = self.projected[:w], self.mixed[:w]
         linear(hidden, (module.q_proj.weight, module.k_proj.weight, module.v_proj.weight), projected, overlap=True)
-        attention_prepare(
-            projected, module.q_norm.weight, module.k_norm.weight, self.cos, self.sin, cache.length, queries, keys,
-            values, query_heads=queries.shape[1], gated=True, zero_centered=True, eps=module.q_norm.eps, overlap=True,
-        )  # fmt: skip
         attention_verify(
-            queries, keys, values, cache.length, mixed, self.attention_scratch, scale=module.scaling, gate=projected,
-            overlap=True,
+            projected, module.q_norm.weight, module.k_norm.weight, self.cos, self.sin, cache.length,
+            cache.keys[index], cache.values[index], mixed, self.attention_scratch, gated=True, zero_centered=True,
+            eps=module.q_norm.eps, scale=module.scaling, overlap=True,
         )  # fmt: skip
         return self.summed(mixed, module.o_proj.weight)
 
     def summed(self, x: Tensor, *weights: Tensor) -> Tensor:
         """A narrow layer's output as parts `[P, w, N]`, which the next kernel adds up."""
-        outputs = sum(map(len, weights))
-        parts = linear_parts(outputs, x.shape[1])
-        out = self.parts[: parts * len(x) * outputs].view(parts, len(x), outputs)
+        out = self.sum_parts(len(x), sum(map(len, weights)), x.shape[1])
         linear(x, weights, out, overlap=True)
         return out
+
+    def sum_parts(self, w: int, outputs: int, inputs: int) -> Tensor:
+        """Where a narrow layer's sum goes: `[P, w, N]`."""
+        parts = linear_parts(outputs, inputs)
+        return self.parts[: parts * w * outputs].view(parts, w, outputs)
 
     def resume_mlp(self, w: int, boundary: RouterBoundary) -> Delta:
         """Layer 0's MLP output for the first w boundary rows, without running its router."""
         mlp, hidden = self.split.layers[0].mlp, boundary.hidden[:w]
         if not self.top_k:
             return self.mlp(mlp, hidden)
-        front, routing = self.boundary_front[:w], self.boundary_routing(boundary)
-        moe_route(front, routing, self.slots, experts=self.num_experts, choose=False, overlap=True)
+        front = self.boundary_front[:w]
+        self.route(front, boundary_routing(boundary), self.slots, choose=False)
         return self.run_experts(mlp, hidden, front)
 
-    def boundary_routing(self, boundary: RouterBoundary) -> Routing:
-        """The boundary's experts, where the routing kernel writes and reads them."""
-        return self.routing._replace(ids=boundary.expert_ids, weights=boundary.expert_weights)
+    def route(self, front: Tensor, routing: Routing | None, slots: ExpertSlots | None, *, choose: bool = True) -> None:
+        """`moe_route` with this model's sizes."""
+        moe_route(
+            front, routing, slots, experts=self.num_experts, dtype=self.hidden.dtype, choose=choose, overlap=True
+        )  # fmt: skip
 
     def mlp(self, module: Any, hidden: Tensor) -> Delta:
         """A layer's MLP or MoE block on `[w, H]`."""
         w = len(hidden)
         if hasattr(module, "experts"):
             front = self.summed(hidden, *front_weights(module))
-            moe_route(front, self.routing, self.slots, experts=self.num_experts, overlap=True)
+            self.route(front, None, self.slots)
             return self.run_experts(module, hidden, front)
         inner = self.dense[:w]
         swiglu_linear(hidden, module.gate_proj.weight, module.up_proj.weight, inner, overlap=True)
@@ -241,6 +236,11 @@ class KernelTarget:
         weights = expert_weights(module)
         moe_experts(hidden, self.slots, self.top_k, weights, front, self.act, self.expert_outputs, overlap=True)
         return self.slots
+
+
+def boundary_routing(boundary: RouterBoundary) -> Routing:
+    """The boundary's experts, where the routing kernel writes and reads them."""
+    return Routing(boundary.expert_ids, boundary.expert_weights)
 
 
 def expert_weights(module: Any) -> ExpertWeights:

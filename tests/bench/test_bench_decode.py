@@ -11,6 +11,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from hybridspec_generation import HybridSpecConfig
+from hybridspec_generation.state import Draft
 from hybridspec_hf.bench import decode_record
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
 from hybridspec_hf.bench.decode_launches import compare_launches, compare_split
@@ -227,16 +228,32 @@ def test_drawing_rows_keeps_the_mean_and_the_stretches():
 
 def test_a_script_is_right_as_often_as_its_trace_says(pair):
     trace, script = load_trace("math"), script_of(pair, "math")
-    tokens, confidence, entropy = torch.zeros(15, dtype=torch.int64), torch.zeros(15), torch.zeros(15)
+    block = torch.zeros(16, dtype=torch.int64)
+    anchor, draft = block[:1], Draft(block[1:], torch.zeros(15), torch.zeros(15))
     for row in (*range(20), *range(5)):
         if row == 0:
             script.reset()
-        anchor = torch.tensor([(37 * row) % 512])
-        script.rewrite(anchor, tokens, confidence, entropy)
+        anchor.fill_((37 * row) % 512)
+        script.rewrite(anchor, draft)
         known = follow(pair.successor, anchor, 16)[1:]
-        assert (tokens == known).tolist() == [i < trace.accepted[row] for i in range(15)]
-        assert ((tokens >= 0) & (tokens < 512)).all()
-        assert torch.equal(confidence, trace.confidence[row]) and torch.equal(entropy, trace.entropy[row])
+        assert (draft.tokens == known).tolist() == [i < trace.accepted[row] for i in range(15)]
+        assert ((draft.tokens >= 0) & (draft.tokens < 512)).all()
+        assert torch.equal(draft.confidence, trace.confidence[row]) and torch.equal(draft.entropy, trace.entropy[row])
+
+
+def test_a_script_repeats_its_rows_in_six_operations(pair):
+    script, draft = script_of(pair), Draft(torch.zeros(15, dtype=torch.int64), torch.zeros(15), torch.zeros(15))
+    anchor, played = torch.tensor([3]), []
+    for _ in range(2 * len(script.plan)):
+        script.rewrite(anchor, draft)
+        played.append(torch.cat([tensor.double() for tensor in draft]))
+    assert torch.equal(torch.stack(played[: len(script.plan)]), torch.stack(played[len(script.plan) :]))
+    assert not torch.equal(played[0], played[1])
+    with torch.profiler.profile() as profile:
+        script.rewrite(anchor, draft)
+    views = {"aten::unsqueeze", "aten::select", "aten::slice", "aten::as_strided"}
+    counts = {event.key: event.count for event in profile.key_averages() if event.key not in views}
+    assert counts == {"aten::index_select": 4, "aten::bitwise_xor_": 1, "aten::copy_": 1}
 
 
 def test_a_script_needs_a_trace_that_is_wide_enough(pair):
@@ -276,17 +293,16 @@ def test_a_graph_can_hold_a_script():
     pair = build("tiny", "cuda", torch.bfloat16)
     trace, script = load_trace("rag"), script_of(pair, "rag")
     anchor = torch.tensor([3], device="cuda")
-    tokens = torch.zeros(15, dtype=torch.int64, device="cuda")
-    confidence, entropy = (torch.zeros(15, device="cuda") for _ in range(2))
-    script.rewrite(anchor, tokens, confidence, entropy)
+    draft = Draft(torch.zeros_like(script.next_tokens[0]), *(torch.zeros(15, device="cuda") for _ in range(2)))
+    script.rewrite(anchor, draft)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        script.rewrite(anchor, tokens, confidence, entropy)
+        script.rewrite(anchor, draft)
     script.reset()
     known = follow(pair.successor, anchor, 16)[1:]
     for row in range(8):
         graph.replay()
-        assert (tokens == known).tolist() == [i < trace.accepted[row] for i in range(15)]
+        assert (draft.tokens == known).tolist() == [i < trace.accepted[row] for i in range(15)]
 
 
 # ---- report and script file

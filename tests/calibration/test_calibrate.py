@@ -1,6 +1,8 @@
 """`hybridspec calibrate` on the shipped pair: a config that generate takes, resuming, and every refusal."""
 
 import contextlib
+import copy
+import importlib.util
 import io
 import json
 import re
@@ -15,16 +17,21 @@ import torch
 from support.tiny_models import tiny_drafter, tiny_target
 from transformers import AutoTokenizer
 
+import hybridspec_hf
+from hybridspec_generation import cost_at
+from hybridspec_generation.tables import SelectionTables
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.calibration.acceptance import fit_acceptance_table, predict_unseen
-from hybridspec_hf.calibration.calibrate import fit_tables, text_of
+from hybridspec_hf.calibration.calibrate import fit_tables
 from hybridspec_hf.calibration.capture import capture_rounds
+from hybridspec_hf.calibration.contexts import measure_contexts, text_of
 from hybridspec_hf.calibration.prompts import load_prompts
 from hybridspec_hf.calibration.store import CaptureStore
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair, run_plain
-from hybridspec_hf.engine import get_engine
+from hybridspec_hf.engine import Engine, get_engine
+from hybridspec_hf.identity import identify
 
 PROMPTS, NEW_TOKENS = 8, 48
 
@@ -102,28 +109,36 @@ def test_command_reports_and_saves(calibrated):
     assert all(0 <= errors[name] <= 1 for name in ("confidence", "table"))
     times = list(report["round_ms"].values())
     assert list(report["round_ms"]) == [str(w) for w in range(2, 17)] and times == sorted(times)
+    assert list(report["contexts"]) == list(report["interpolation_gain"]) and len(report["contexts"]) == 1
     for word in ("rounds ", "acceptance length", "calibration error", "rho ", "ms/round"):
         assert word in outcome.stdout
 
     config = HybridSpecConfig.from_pretrained(folder)
-    assert config.throughput == pytest.approx(report["throughput"], abs=1e-3) and config.cost.device == "cpu"
-    for table in (config.acceptance, config.experts, config.cost):
+    (cost,) = config.costs
+    assert cost.throughput == pytest.approx(report["throughput"], abs=1e-3) and config.throughput is None
+    assert (cost.device, cost.runtime) == ("cpu", "block, PyTorch, modules") and cost.context > NEW_TOKENS // 2
+    for table in (config.acceptance, config.experts, cost):
         for part in ("tiny_pair/target", "tiny_pair/drafter", "cpu", "torch", "transformers"):
             assert part in table.source and str(TINY_PAIR) not in table.source
     # rho is a rate that the selector reaches on these rounds: between the slowest and the fastest possible
-    assert 1 / (config.cost.fixed_cost + config.cost.target_cost[16]) < config.throughput < 16 / config.cost.fixed_cost
+    assert 1 / (cost.fixed_cost + cost.target_cost[16]) < cost.throughput < 16 / cost.fixed_cost
+    made_for = config.calibrated_for
+    assert (made_for.target, made_for.drafter, made_for.hardware) == ("tiny_pair/target", "tiny_pair/drafter", "cpu")
+    assert "torch" in made_for.versions and made_for.date.startswith("20") and made_for.prompts == "some.jsonl"
+    # a published folder is small: the numbers are not in the JSON
+    assert (folder / "hybridspec_config.json").stat().st_size < 4000
 
 
 def test_generate_takes_the_config(pair, calibrated):
     config = HybridSpecConfig.from_pretrained(calibrated[0])
     out, plain = generate(pair, config, "Write a Python function that adds two numbers.")
-    assert torch.equal(out.sequences, plain) and out.report.notes == []
+    assert torch.equal(out.sequences, plain) and out.report.notes == [] and out.report.cost == "given"
     assert out.report.acceptance_length > 1.5
 
 
 def test_cost_of_another_gpu_is_measured_again(pair, calibrated):
     config = HybridSpecConfig.from_pretrained(calibrated[0])
-    config = replace(config, cost=replace(config.cost, device="NVIDIA Some GPU"), throughput=1e-9)
+    config = replace(config, cost=replace(config.costs[0], device="NVIDIA Some GPU"), throughput=1e-9)
     get_engine(pair.model, pair.drafter).costs.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,8 +150,107 @@ def test_cost_of_another_gpu_is_measured_again(pair, calibrated):
     assert len([w for w in caught if "measured on NVIDIA Some GPU, this is cpu" in str(w.message)]) == 1
     for report in reports:
         assert [note.partition(" ")[0] for note in report.notes] == ["the", "cost:"]
+    assert [report.cost for report in reports] == ["measured now", "kept from an earlier request"]
     # the given rho, tiny, would have verified whole blocks
     assert min(reports[0].nominal_lengths) < 16
+
+
+def notes_and_warnings(pair, config: HybridSpecConfig) -> tuple[list, list]:
+    """Of a request whose tokens are plain generate's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out, plain = generate(pair, config, "How many apples are 3 + 4?")
+    assert torch.equal(out.sequences, plain)
+    return out.report.notes, [str(w.message) for w in caught if "HybridSpec" in str(w.message)]
+
+
+def test_cost_of_another_backend_is_measured_again(pair, calibrated):
+    config = replace(HybridSpecConfig.from_pretrained(calibrated[0]), gdn_backend="recurrent")
+    notes, caught = notes_and_warnings(pair, config)
+    assert "measured with block, PyTorch, modules, rounds run here with recurrent, PyTorch, modules" in notes[0]
+    assert len(notes) == 2 and notes[1].startswith("cost:") and len(caught) == 1
+
+
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_another_pair_keeps_the_acceptance_and_measures_the_cost(pair, calibrated, which, monkeypatch):
+    config = HybridSpecConfig.from_pretrained(calibrated[0])
+    made_for = replace(config.calibrated_for, **{f"{which}_weights": "0" * 16})
+    built = []
+    original = SelectionTables.build
+    monkeypatch.setattr(SelectionTables, "build", lambda *args: built.append(args) or original(*args))
+    config = replace(config, calibrated_for=made_for)
+    notes, caught = notes_and_warnings(pair, config)
+    assert "tiny_pair/target" in notes[0] and "another pair" in notes[0] and notes[1].startswith("cost:")
+    assert len(notes) == 2 and len(caught) == 1
+    acceptance, cost, experts = built[0][:3]
+    assert (acceptance, experts) == (config.acceptance, config.experts) and cost not in config.costs
+    assert notes_and_warnings(pair, config)[1] == [], "it warns once"
+    # nothing to measure again: the note is still there
+    notes, caught = notes_and_warnings(pair, replace(config, cost=None))
+    assert "another pair: they are kept" in notes[0] and len(caught) == 1
+
+
+def test_weights_that_changed_are_another_pair(pair, calibrated):
+    model, drafter = pair.model, pair.drafter
+    before = identify(get_engine(model, drafter).target, drafter)
+    assert before == identify(get_engine(copy.deepcopy(model), drafter).target, drafter)
+    config = HybridSpecConfig.from_pretrained(calibrated[0])
+    assert before == (config.calibrated_for.target_weights, config.calibrated_for.drafter_weights)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[2].mlp.gate.weight[0, 0] += 1
+    after = identify(get_engine(other, drafter).target, drafter)
+    assert after.target != before.target and after.drafter == before.drafter
+    assert identify(get_engine(model.to(torch.bfloat16), drafter.to(torch.bfloat16)).target, drafter) != before
+    model.float(), drafter.float()
+
+
+def test_several_contexts_are_measured_and_interpolated(pair, prompt_file, calibrated, tmp_path, monkeypatch):
+    shutil.copy(calibrated[0] / "capture.jsonl", tmp_path)
+    outcome = hybridspec_calibrate(prompt_file, tmp_path, "--context", 300, 60)
+    assert outcome.status == 0, outcome.stderr
+    config = HybridSpecConfig.from_pretrained(tmp_path)
+    assert [cost.context for cost in config.costs] == [60, 300] and all(cost.throughput for cost in config.costs)
+    report = json.loads(outcome.stdout.splitlines()[-1])
+    # the best lengths of a context cannot lose against those of another, up to the rounding of the report
+    assert list(report["interpolation_gain"]) == ["60", "300"] and min(report["interpolation_gain"].values()) > 0.9999
+    assert re.search(r"^60 .*^300 ", outcome.stdout, re.MULTILINE | re.DOTALL)
+    built = []
+    original = SelectionTables.build
+    monkeypatch.setattr(SelectionTables, "build", lambda *args: built.append(args) or original(*args))
+    out, plain = generate(pair, config, "How many apples are 3 + 4? " * 8)
+    assert torch.equal(out.sequences, plain)
+    middle = out.report.prompt_tokens + 39 // 2
+    assert 60 < middle < 300 and built[0][1] == cost_at(config.costs, middle)
+    assert built[0][3] == cost_at(config.costs, middle).throughput
+
+
+@pytest.mark.parametrize("context, message", [([0, 5], "context must be 1 to"), ([10**9], "context must be 1 to")])
+def test_contexts_out_of_range_are_refused(prompt_file, tmp_path, context, message):
+    outcome = hybridspec_calibrate(prompt_file, tmp_path / "out", "--context", *context)
+    assert outcome.status == 2 and message in outcome.stderr, outcome.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_context_that_does_not_fit_is_left_out(pair, monkeypatch):
+    def refuse(self, drafter, tokens, *more, **options):
+        if tokens > 100:
+            raise RuntimeError("no memory")
+        return borrow(self, drafter, tokens, *more, **options)
+
+    borrow, said = Engine.borrow, []
+    monkeypatch.setattr(Engine, "borrow", refuse)
+    prompts = [torch.randint(1, 90, (1, 20))]
+    costs = measure_contexts(pair.model, pair.drafter, prompts, [30, 200, 300], said.append)
+    assert [cost.context for cost in costs] == [30] and len(said) == 1 and "200 tokens" in said[0]
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure_contexts(pair.model, pair.drafter, prompts, [200], said.append)
+
+
+def test_the_library_call_says_at_once_that_scikit_learn_is_missing(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="hybridspec-hf\\[calibration\\]"):
+        hybridspec_hf.calibrate(pair.model, pair.drafter, [], max_new_tokens=40, output=tmp_path)
 
 
 def test_interrupted_run_is_resumed(prompt_file, calibrated, tmp_path):
@@ -149,6 +263,7 @@ def test_interrupted_run_is_resumed(prompt_file, calibrated, tmp_path):
     assert (tmp_path / "capture.jsonl").read_bytes() == whole
     again, first = (HybridSpecConfig.from_pretrained(folder) for folder in (tmp_path, calibrated[0]))
     assert (again.acceptance, again.experts) == (first.acceptance, first.experts)
+    assert again.calibrated_for == first.calibrated_for
 
 
 def test_another_run_is_not_resumed(prompt_file, calibrated, tmp_path):

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from hybridspec_generation import CostTable, HybridSpecConfig
-from hybridspec_generation.config import SelectionTables
+from hybridspec_generation import CalibratedFor, CostTable, HybridSpecConfig
+from hybridspec_generation.tables import SelectionTables
 from hybridspec_generation.throughput import solve_throughput
 from hybridspec_hf.calibration.acceptance import acceptance_quality, fit_acceptance_table
 from hybridspec_hf.calibration.capture import CaptureRounds
 from hybridspec_hf.calibration.experts import fit_expert_table, routing_correlation
 from hybridspec_hf.calibration.tables import choose_tables, default_tables, fit_acceptance, fit_experts
+from hybridspec_hf.identity import PairIdentity
 
 D, W = 15, 16
 NAN = float("nan")
-TEXTS = ("source", "device")
+TEXTS = ("source", "device", "runtime")
+OPTIONAL = ("reference_rounds", "context", "throughput")
 
 
 def synthetic_rounds(count, seed=0):
@@ -101,6 +103,9 @@ def test_config_round_trips_with_every_table(tmp_path):
         "static:²", "static:٤", "static:+4", "static:1_0", "static:4\n", "Full", "ar", "hybridspec ", None, 4, True,
         ["full"],
     )),
+    ({"online_throughput": 1}, "online_throughput must be True or False"),
+    ({"calibrated_for": {"target": "a"}}, "CalibratedFor .*misses .*drafter"),
+    ({"calibrated_for": 3}, "CalibratedFor"),
     *(({"throughput": rho}, "throughput") for rho in (-1, "5", True, math.inf, [3.0])),
     ({"throughput": 0.0}, "throughput"),
     ({"throughput": float("nan")}, "throughput"),
@@ -159,6 +164,40 @@ def test_tables_of_another_pair_are_refused(wrong, message):
         choose_tables(HybridSpecConfig(**{**good, **wrong}), PAIR, W)
 
 
+MADE_FOR = CalibratedFor(target="a", drafter="b", prompts="c", target_weights="d", drafter_weights="e", hardware="f",
+                         versions="g", date="h")  # fmt: skip
+
+
+@pytest.mark.parametrize("top_k, layers", [(3, 4), (5, 9), (0, 4)])
+def test_experts_of_another_pair_are_scaled_to_this_target(top_k, layers):
+    given = HybridSpecConfig(**tables_for(W, top_k, layers), calibrated_for=MADE_FOR)
+    target = SimpleNamespace(**vars(PAIR), cache_shape=SimpleNamespace(device=torch.device("cpu")))
+    tables = choose_tables(given, target, W, PairIdentity("d", "other"))
+    assert (tables.experts.top_k, tables.experts.num_moe_layers) == (3, 4) and tables.acceptance == given.acceptance
+    assert tables.costs == () and "another pair" in tables.notes[0]
+    if top_k:
+        assert tables.experts == fit_experts(given.experts, W, 3, 4) and len(tables.notes) == 1
+    else:
+        # dense: nothing was counted
+        assert tables.notes[1].startswith("experts: shipped default")
+    same = HybridSpecConfig(**tables_for(W), calibrated_for=MADE_FOR)
+    assert choose_tables(same, target, W, PairIdentity("d", "e")).notes == []
+
+
+def test_rho_of_costs_that_are_measured_again_is_kept_where_none_can_be_solved():
+    given = tables_for(W)
+    acceptance = replace(given["acceptance"], reference_rounds=())
+    cost = replace(given["cost"], device="NVIDIA Some GPU", throughput=7.0)
+    target = SimpleNamespace(**vars(PAIR), cache_shape=SimpleNamespace(device=torch.device("cpu")))
+    for config, rho in (
+        (HybridSpecConfig(acceptance=acceptance, cost=cost), 7.0),
+        (HybridSpecConfig(acceptance=acceptance, cost=cost, throughput=5.0), 5.0),
+        (HybridSpecConfig(cost=cost, throughput=5.0), None),
+    ):
+        tables = choose_tables(config, target, W)
+        assert (tables.costs, tables.throughput) == ((), rho)
+
+
 def test_notes_name_the_shipped_tables_only():
     notes = {name: choose_tables(HybridSpecConfig(**{name: t}), PAIR, W).notes for name, t in tables_for(W).items()}
     assert [note.partition(":")[0] for note in notes["cost"]] == ["acceptance", "experts"]
@@ -184,7 +223,7 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
         for broken in bad:
             with pytest.raises(ValueError, match=f"{name} must"):
                 HybridSpecConfig(**{kind: {**good, name: broken}})
-        if name not in (*TEXTS, "reference_rounds"):
+        if name not in (*TEXTS, *OPTIONAL):
             with pytest.raises(ValueError, match=f"misses .*{name}"):
                 HybridSpecConfig(**{kind: {k: v for k, v in good.items() if k != name}})
 
@@ -192,6 +231,9 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
 @pytest.mark.parametrize("kind, changes, message", [
     ("cost", {"stage0_token_cost": -1e-9}, ">= 0"),
     ("cost", {"expert_cost": -1.0}, ">= 0"),
+    ("cost", {"context": -1}, "context must be a whole number"),
+    ("cost", {"context": 1.5}, "context must be a whole number"),
+    ("cost", {"throughput": -1.0}, "both >= 0"),
     ("cost", {"target_cost": (0.0, -1.0) + (1.0,) * D}, ">= 0"),
     ("acceptance", {"confidence_knots": ((1.0, 0.0),) * D, "acceptance_knots": ((0.0, 1.0),) * D}, "ascend"),
     ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((0.0, 50.0),) * D}, "in \\[0, 1\\]"),

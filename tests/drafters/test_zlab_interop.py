@@ -19,6 +19,7 @@ from drafter_cases import (
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from hybridspec_generation.state import Draft
 from hybridspec_hf.drafters.block import BlockDrafter, DraftContext
 from hybridspec_hf.drafters.dflash import DFlashDrafter
 
@@ -102,12 +103,14 @@ def test_rounds_through_both_caches(changes: dict[str, Any], prompt: int, tmp_pa
     cache = DynamicCache(config=pair.theirs.config)
     cache.activate_past_recording()
     start, features = prompt, torch.randn(prompt, 64)
+    draft = Draft(torch.zeros_like(ours.masks), torch.zeros(len(ours.masks)), torch.zeros(len(ours.masks)))
     for committed in (1, 6, 3, 1, 2, 6, 5, 4):
         anchor, length = torch.randint(0, 60, (1,)), torch.tensor([start])
         ours.append(features, length - len(features))
         theirs, proposal = pair.propose_theirs(features, anchor, start, cache)
         torch.testing.assert_close(ours.hidden_states(anchor, length), theirs, atol=1e-5, rtol=0)
-        assert torch.equal(ours.propose(anchor, length).tokens, proposal)
+        ours.propose(anchor, length, draft)
+        assert torch.equal(draft.tokens, proposal)
         features, start = torch.randn(committed, 64), start + committed
 
 

@@ -1,6 +1,7 @@
 """Graphs steered by the GPU: layouts, PTX and refusals on a CPU; on a GPU each body runs only when it is chosen."""
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from threading import Thread
@@ -283,11 +284,12 @@ def test_a_thousand_launches_in_a_row(gpu: Gpu) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="free memory is that of all processes: run it alone")
 def test_closed_parents_give_their_memory_back(gpu: Gpu) -> None:
     value, out = gpu.number(FIRST), gpu.number()
     bodies = gpu.fills(out, list(range(BODIES)))
     free = []
-    for i in range(55):
+    for i in range(300):
         out.fill_(-1)
         parent = ParentGraph(gpu.device)
         parent.add_switch(value, FIRST, bodies)
@@ -298,9 +300,8 @@ def test_closed_parents_give_their_memory_back(gpu: Gpu) -> None:
             parent.close()
         del parent
         free.append(torch.cuda.mem_get_info()[0])
-    # other processes use the GPU, too: what stays free between two parents must not fall again and again
-    steps = [before - after for before, after in zip(free[4:], free[5:], strict=False)]
-    assert sum(step > 0 for step in steps) <= len(steps) // 4
+    # the driver keeps what the first ones needed; a parent holds about 100 kB
+    assert free[20] - free[-1] <= 8 << 20
 
 
 @pytest.mark.gpu

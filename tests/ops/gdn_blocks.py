@@ -82,6 +82,13 @@ def error(got: Tensor, truth: Tensor) -> float:
     return value if isfinite(value) else inf
 
 
+def mostly_equal(got: Tensor, want: Tensor) -> bool:
+    """Whether 16-bit numbers are the same but for roundings that the order of an fp32 sum decides."""
+    # + 0.0: one zero
+    steps = ((got + 0.0).view(torch.int16).int() - (want + 0.0).view(torch.int16).int()).abs()
+    return bool((steps == 0).double().mean() > 0.98 and steps.max() <= 2)
+
+
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A buffer that a kernel must fill before anything reads it."""
     value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -1,4 +1,4 @@
-"""Verification attention against a plain softmax, its prepared inputs against the models' own modules."""
+"""Verification attention against a plain softmax, its heads against the models' own modules."""
 
 from itertools import product
 
@@ -10,7 +10,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNo
 
 from hybridspec_hf.drafters.modules import DFlashRMSNorm, rotate
 from hybridspec_hf.drafters.visibility import VisibilityRule, block_mask
-from hybridspec_kernels.attention.prepare import attention_prepare, attention_prepare_ref
+from hybridspec_kernels.attention.heads import head_norm_ref, rotate_ref
+from hybridspec_kernels.attention.store import attention_store, attention_store_ref
 from hybridspec_kernels.attention.verify import (
     AttentionScratch,
     attention_splits,
@@ -20,8 +21,6 @@ from hybridspec_kernels.attention.verify import (
 )
 
 EPS = 1e-6
-# finite, and far from any score or value
-JUNK = 3e4
 RULES = [
     VisibilityRule(causal, window, from_block)
     for causal, window, from_block in [
@@ -38,189 +37,186 @@ RULES = [
 ]
 
 
-def tables(capacity, R, dtype):
+def tables(capacity, R, dtype=torch.float32):
     """cos and sin `[capacity, R]`, halves repeated as the models make them."""
     angles = torch.arange(capacity)[:, None] * 10.0 ** -(torch.arange(R // 2) / (R // 2))
     angles = torch.cat((angles, angles), -1)
     return angles.cos().to(dtype).to(DEVICE), angles.sin().to(dtype).to(DEVICE)
 
 
-def prepared(w, HQ, HKV, D, gated, dtype=torch.float32):
-    """projected, q_norm, k_norm: random inputs of one layer."""
-    projected = torch.randn(w, HQ * D * (2 if gated else 1) + 2 * HKV * D)
-    norms = [1 + 0.3 * torch.randn(D) for _ in range(2)]
-    return [t.to(dtype).to(DEVICE) for t in (projected, *norms)]
+def wide(tensors):
+    """The same in float64."""
+    return [t.double() for t in tensors]
 
 
-def prepare(op, tensors, rotary, start, HQ, HKV, D, capacity, dtype=torch.float32, **options):
-    """q, keys and values that the operation wrote, the latter two over zeros."""
-    projected, q_norm, k_norm = tensors
-    q = poisoned(len(projected), HQ, D, dtype=dtype) if HQ else None
-    keys, values = (torch.zeros(HKV, capacity, D, dtype=dtype, device=DEVICE) for _ in range(2))
-    start = on_device(start).long()
-    op(projected, q_norm if HQ else None, k_norm, *rotary, start, q, keys, values, query_heads=HQ, **options)
-    return ([] if q is None else [q]) + [keys, values]
+def same(a, b):
+    """Equal to the bit, NaN to NaN."""
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- keys and values alone
+
+
+def stored(op, tensors, rotary, start, HKV, D, capacity, **options):
+    """keys and values `[L, HKV, capacity, D]` that the operation wrote over zeros."""
+    caches = [projected_zeros(tensors, HKV, capacity, D) for _ in range(2)]
+    op(*tensors, *rotary, on_device(start).long(), *caches, eps=EPS, **options)
+    return caches
+
+
+def projected_zeros(tensors, HKV, capacity, D):
+    return torch.zeros(len(tensors[1]), HKV, capacity, D, dtype=tensors[0].dtype, device=DEVICE)
+
+
+def layers(w, L, HKV, D, dtype=torch.float32):
+    """projected, k_norm: random inputs of L layers."""
+    tensors = torch.randn(w, L * 2 * HKV * D), 1 + 0.3 * torch.randn(L, D)
+    return [t.to(dtype).to(DEVICE) for t in tensors]
 
 
 @needs_triton
-@pytest.mark.parametrize("gated, zero_centered", [(True, True), (False, False)])
-@pytest.mark.parametrize("w, HQ, HKV, D, R", [(1, 4, 2, 64, 16), (5, 3, 1, 20, 20), (16, 0, 2, 48, 32)])
-def test_prepare_matches_reference(w, HQ, HKV, D, R, gated, zero_centered):
-    tensors, rotary, capacity = prepared(w, HQ, HKV, D, gated), tables(40, R, torch.float32), 37
-    options = dict(gated=gated, zero_centered=zero_centered, eps=EPS)
-    got = prepare(attention_prepare, tensors, rotary, 9, HQ, HKV, D, capacity, **options)
-    wide, rotary = [t.double() for t in tensors], [t.double() for t in rotary]
-    want = prepare(attention_prepare_ref, wide, rotary, 9, HQ, HKV, D, capacity, torch.float64, **options)
+@pytest.mark.parametrize("w, L, HKV, D, R", [(1, 1, 2, 64, 16), (5, 3, 1, 20, 20), (16, 2, 2, 48, 32)])
+def test_store_matches_reference(w, L, HKV, D, R):
+    tensors, rotary, capacity = layers(w, L, HKV, D), tables(40, R), 37
+    got = stored(attention_store, tensors, rotary, 9, HKV, D, capacity)
+    want = stored(attention_store_ref, wide(tensors), wide(rotary), 9, HKV, D, capacity)
     for a, b in zip(got, want, strict=True):
         assert error(a, b) <= 1e-6
-    for cache in got[-2:]:
-        assert not cache[:, :9].any() and not cache[:, 9 + w :].any(), "other slots are not touched"
+        assert not a[:, :, :9].any() and not a[:, :, 9 + w :].any(), "other slots are not touched"
 
 
 @needs_triton
-def test_prepare_of_several_layers_is_that_of_each():
-    w, L, HKV, D, capacity = 5, 3, 2, 16, 30
-    projected, norms = torch.randn(w, L * 2 * HKV * D, device=DEVICE), torch.randn(L, D, device=DEVICE)
-    rotary, start = tables(capacity, D, torch.float32), on_device(4)
-    options = dict(query_heads=0, gated=False, zero_centered=False, eps=EPS)
-    got = [torch.zeros(L, HKV, capacity, D, device=DEVICE) for _ in range(2)]
-    attention_prepare(projected, None, norms, *rotary, start, None, *got, **options)
-    for i, part in enumerate(projected.chunk(L, dim=1)):
-        want = [torch.zeros(HKV, capacity, D, device=DEVICE) for _ in range(2)]
-        attention_prepare(part.contiguous(), None, norms[i], *rotary, start, None, *want, **options)
-        assert torch.equal(got[0][i], want[0]) and torch.equal(got[1][i], want[1])
-    refs = [torch.zeros_like(t) for t in got]
-    attention_prepare_ref(projected, None, norms, *rotary, start, None, *refs, **options)
-    for a, b in zip(got, refs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="several layers take no query heads"):
-        q = torch.zeros(w, 2, D, device=DEVICE)
-        attention_prepare(projected, norms[0], norms, *rotary, start, q, *got, **options | {"query_heads": 2})
+def test_store_refuses_what_it_would_read_wrongly():
+    (projected, k_norm), rotary, start = layers(2, 3, 2, 16), tables(10, 8), on_device(0)
+    caches = [torch.zeros(3, 2, 10, 16, device=DEVICE) for _ in range(2)]
+    arguments = [projected, k_norm, *rotary, start, *caches]
+    for message, index, value in [
+        ("1 to 16 tokens, got 17", 0, torch.zeros(17, 192, device=DEVICE)),
+        (r"projected is \[2, 96\].*contiguous \[2, 192\]", 0, projected[:, :96].contiguous()),
+        ("projected is torch.float64", 0, projected.double()),
+        ("k_norm is", 1, k_norm[0]),
+        (r"cos is \[5, 8\]", 2, rotary[0][:5]),
+        ("cos is .* torch.float16", 2, rotary[0].half()),
+        ("sin is", 3, rotary[1][:, :4]),
+        ("start is", 4, start.float()),
+        ("values is", 6, caches[1].half()),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention_store(*arguments[:index], value, *arguments[index + 1 :], eps=EPS)
+
+
+# ---- the heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prepare_reference_is_the_models(dtype):
-    w, HQ, HKV, D, R, start = 5, 4, 2, 32, 8, 3
-    tensors = prepared(w, HQ, HKV, D, True, dtype)
-    projected, q_norm, k_norm = (t.cpu() for t in tensors)
-    queries, k, v = projected.split([2 * HQ * D, HKV * D, HKV * D], -1)
-    heads = queries.view(w, HQ, 2 * D)[..., :D].contiguous(), k.view(w, HKV, D)
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_heads_are_the_models(zero_centered, dtype):
+    w, HKV, D, start, capacity = 5, 2, 32, 3, 20
+    R, norm_class, table_dtype = (8, Qwen3_5MoeRMSNorm, dtype) if zero_centered else (D, DFlashRMSNorm, torch.float32)
+    projected, q_norm, k_norm = (t.cpu() for t in block(w, HKV, HKV, D, False, dtype))
+    rotary = [t.cpu() for t in tables(capacity, R, table_dtype)]
+    angles = [t[None, start : start + w] for t in rotary]
 
-    def normed(norm_class):
-        for x, weight in zip(heads, (q_norm, k_norm), strict=True):
-            norm = norm_class(D, EPS).to(dtype)
-            norm.weight.data.copy_(weight)
-            yield norm(x).transpose(0, 1)[None].detach()
+    def turned(x, weight):
+        norm = norm_class(D, EPS).to(dtype)
+        norm.weight.data.copy_(weight)
+        x = norm(x.view(w, HKV, D)).transpose(0, 1)[None].detach()
+        return (apply_rotary_pos_emb(x, x, *angles)[0] if zero_centered else rotate(x, angles))[0]
 
-    cos, sin = (t.cpu()[start : start + w][None] for t in tables(20, R, dtype))
-    want_q, want_k = apply_rotary_pos_emb(*normed(Qwen3_5MoeRMSNorm), cos, sin)
-    options = dict(gated=True, eps=EPS)
-    got = prepare(
-        attention_prepare_ref,
-        tensors,
-        tables(20, R, dtype),
-        start,
-        HQ,
-        HKV,
-        D,
-        20,
-        dtype,
-        zero_centered=True,
-        **options,
-    )
-    assert torch.equal(got[0].cpu(), want_q[0].transpose(0, 1))
-    assert torch.equal(got[1][:, start : start + w].cpu(), want_k[0])
-    assert torch.equal(got[2][:, start : start + w].cpu(), v.view(w, HKV, D).transpose(0, 1))
+    q, k, v = projected.chunk(3, dim=1)
+    rows = [t[start : start + w, None] for t in rotary]
+    got = rotate_ref(head_norm_ref(q.view(w, HKV, D), q_norm, zero_centered, EPS), *rows)
+    assert torch.equal(got, turned(q, q_norm).transpose(0, 1))
 
-    rotary = tables(20, D, torch.float32)
-    cos, sin = (t.cpu()[start : start + w][None] for t in rotary)
-    want_q, want_k = (rotate(x, (cos, sin)) for x in normed(DFlashRMSNorm))
-    got = prepare(attention_prepare_ref, tensors, rotary, start, HQ, HKV, D, 20, dtype, zero_centered=False, **options)
-    assert torch.equal(got[0].cpu(), want_q[0].transpose(0, 1))
-    assert torch.equal(got[1][:, start : start + w].cpu(), want_k[0])
+    options = dict(gated=False, zero_centered=zero_centered, eps=EPS, scale=1.0)
+    keys, values = (torch.zeros(HKV, capacity, D, dtype=dtype) for _ in range(2))
+    out, length = torch.zeros(w, HKV * D, dtype=dtype), torch.tensor([start])
+    attention_verify_ref(projected, q_norm, k_norm, *rotary, length, keys, values, out, **options)
+    assert torch.equal(keys[:, start : start + w], turned(k, k_norm))
+    assert torch.equal(values[:, start : start + w], v.view(w, HKV, D).transpose(0, 1))
+    if not zero_centered:
+        caches = [torch.zeros(1, HKV, capacity, D, dtype=dtype) for _ in range(2)]
+        attention_store_ref(projected[:, HKV * D :], k_norm[None], *rotary, length, *caches, eps=EPS)
+        assert torch.equal(caches[0][0], keys) and torch.equal(caches[1][0], values)
 
 
 @needs_triton
 @pytest.mark.parametrize("table_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("zero_centered", [True, False])
-def test_prepare_rounds_where_the_models_round(zero_centered, table_dtype):
-    sizes = 5, 4, 1, 64
-    tensors, rotary = prepared(*sizes, True, torch.float16), tables(20, 16, table_dtype)
-    options = dict(gated=True, zero_centered=zero_centered, eps=EPS)
+def test_keys_round_where_the_models_round(zero_centered, table_dtype):
+    HQ, HKV, D, length = 2, 2, 64, 3
+    tensors, rotary = block(16, HQ, HKV, D, True, torch.float16), tables(20, 16, table_dtype)
+    caches = cache(HKV, 20, D, length, torch.float16)
+    options = dict(gated=True, zero_centered=zero_centered)
     got, want = (
-        prepare(op, tensors, rotary, 3, *sizes[1:], 20, torch.float16, **options)
-        for op in (attention_prepare, attention_prepare_ref)
+        verify(tensors, rotary, caches, length, HQ, op=op, **options)[1]
+        for op in (attention_verify, attention_verify_ref)
     )
+    block_slots = slice(length, length + 16)
     # the order of an fp32 sum decides ties only
-    for a, b in zip(got, want, strict=True):
-        assert (a == b).float().mean() > 0.99
-    wide, rotary = [t.double() for t in tensors], [t.double() for t in rotary]
-    exact = prepare(attention_prepare_ref, wide, rotary, 3, *sizes[1:], 20, torch.float64, **options)
-    assert (want[0] == exact[0].half()).float().mean() < 0.95, "roundings in between show"
+    assert (got[:, block_slots] == want[:, block_slots]).float().mean() > 0.99
+    exact = verify(wide(tensors), wide(rotary), wide(caches), length, HQ, op=attention_verify_ref, **options)[1]
+    assert (want == exact.half())[:, block_slots].float().mean() < 0.95, "roundings in between show"
 
 
-@needs_triton
-def test_prepare_refuses_what_it_would_read_wrongly():
-    projected, q_norm, k_norm = prepared(2, 4, 2, 16, True)
-    rotary, start, options = tables(10, 8, torch.float32), on_device(0), dict(gated=True, zero_centered=True, eps=EPS)
-    keys, values, q = torch.zeros(2, 10, 16), torch.zeros(2, 10, 16), torch.zeros(2, 4, 16)
-    keys, values, q = (t.to(DEVICE) for t in (keys, values, q))
-    arguments = [projected, q_norm, k_norm, *rotary, start, q, keys, values]
+# ---- verification
 
-    def refuses(message, index, value, **changes):
-        with pytest.raises(ValueError, match=message):
-            attention_prepare(
-                *arguments[:index], value, *arguments[index + 1 :], **{"query_heads": 4} | options | changes
-            )
 
-    refuses(r"projected is \[2, 192\].*contiguous \[2, 128\]", 0, projected, gated=False)
-    refuses("projected is torch.float64", 0, projected.double())
-    refuses("values is", 8, values.half())
-    refuses("q and q_norm must be given for 4 query heads", 6, None)
-    refuses(r"cos is \[5, 8\]", 3, rotary[0][:5])
-    refuses("cos is .* torch.float16", 3, rotary[0].half())
-    refuses("sin is", 4, rotary[1][:, :4])
-    refuses("start is", 5, start.float())
+def block(w, HQ, HKV, D, gated=False, dtype=torch.float32):
+    """projected, q_norm, k_norm: random inputs of a layer."""
+    projected = torch.randn(w, HQ * D * (2 if gated else 1) + 2 * HKV * D)
+    norms = [1 + 0.3 * torch.randn(D) for _ in range(2)]
+    return [t.to(dtype).to(DEVICE) for t in (projected, *norms)]
 
 
 def cache(HKV, capacity, D, used, dtype=torch.float32):
-    """keys, values: random up to slot `used`, then junk, in the values' last slots NaN."""
-    keys, values = (torch.randn(HKV, capacity, D, device=DEVICE).to(dtype) for _ in range(2))
-    keys[:, used:], values[:, used:] = JUNK, -JUNK
-    values[:, used + 3 :] = float("nan")
-    return keys, values
+    """keys, values: random up to slot `used`, then NaN."""
+    caches = [torch.randn(HKV, capacity, D, device=DEVICE).to(dtype) for _ in range(2)]
+    for t in caches:
+        t[:, used:] = float("nan")
+    return caches
 
 
-def verify(q, keys, values, length, splits=4, w_max=16, **options):
-    """The kernels' output, from a scratch of NaN."""
-    w, HQ, D = q.shape
-    scratch = AttentionScratch.allocate(w_max, HQ, D, splits, DEVICE)
-    for buffer in scratch:
-        buffer.fill_(float("nan"))
-    out = poisoned(w, HQ * D, dtype=q.dtype)
-    attention_verify(q, keys, values, on_device(length).long(), out, scratch, scale=D**-0.5, **options)
-    return out
+def verify(tensors, rotary, caches, length, HQ, op=attention_verify, splits=4, w_max=16, **options):
+    """The output, and the keys and values behind it; kernels work in a scratch of NaN."""
+    projected, D = tensors[0], caches[0].shape[2]
+    out = poisoned(len(projected), HQ * D, dtype=projected.dtype)
+    keys, values = (t.clone() for t in caches)
+    arguments = [*tensors, *rotary, on_device(length).long(), keys, values, out]
+    if op is attention_verify:
+        scratch = AttentionScratch.allocate(w_max, HQ, D, splits, DEVICE)
+        for buffer in scratch:
+            buffer.fill_(float("nan"))
+        arguments.append(scratch)
+    op(*arguments, **{"gated": False, "zero_centered": False, "eps": EPS, "scale": D**-0.5} | options)
+    return out, keys, values
 
 
-def softmax_attention(q, keys, values, length, rule):
+def reference(tensors, rotary, caches, length, HQ, **options):
+    """The same from `attention_verify_ref` in float64."""
+    return verify(wide(tensors), wide(rotary), wide(caches), length, HQ, op=attention_verify_ref, **options)
+
+
+def softmax_attention(tensors, rotary, caches, length, HQ, rule):
     """Truth in float64 from the drafters' own mask, `[w, HQ*D]`."""
-    (w, HQ, D), (HKV, capacity, _) = q.shape, keys.shape
+    (projected, q_norm, k_norm), (HKV, capacity, D) = wide(tensors), caches[0].shape
+    w = len(projected)
     positions = length + torch.arange(w, device=DEVICE)
+    q, k, v = projected.split([HQ * D, HKV * D, HKV * D], 1)
+    rows = [t.double()[positions, None] for t in rotary]
+    q, k = (
+        rotate_ref(head_norm_ref(x.view(w, -1, D), weight, False, EPS), *rows)
+        for x, weight in ((q, q_norm), (k, k_norm))
+    )
+    keys, values = wide(caches)
+    keys[:, positions], values[:, positions] = k.transpose(0, 1), v.view(w, HKV, D).transpose(0, 1)
     context = torch.tensor([length], device=DEVICE)
     seen = block_mask(rule, positions, torch.arange(capacity, device=DEVICE), context)[0, 0]
     out = torch.zeros(w, HQ, D, dtype=torch.float64, device=DEVICE)
     for t, h in product(range(w), range(HQ)):
-        k, v = (x[h // (HQ // HKV), seen[t]].double() for x in (keys, values))
-        out[t, h] = (k @ q[t, h].double() * D**-0.5).softmax(0) @ v
+        k, v = (x[h // (HQ // HKV), seen[t]] for x in (keys, values))
+        out[t, h] = (k @ q[t, h] * D**-0.5).softmax(0) @ v
     return out.flatten(1)
-
-
-def reference(q, keys, values, length, **options):
-    """`attention_verify_ref` in float64."""
-    out = poisoned(len(q), q[0].numel(), dtype=torch.float64)
-    wide = (x.double() for x in (q, keys, values))
-    attention_verify_ref(*wide, on_device(length).long(), out, scale=q.shape[-1] ** -0.5, **options)
-    return out
 
 
 @needs_triton
@@ -230,88 +226,118 @@ def reference(q, keys, values, length, **options):
 )
 def test_verify_sees_what_the_rule_says(w, length, HQ, HKV, rule):
     D = 16
-    q, (keys, values) = torch.randn(w, HQ, D, device=DEVICE), cache(HKV, 75, D, length + w)
-    truth = softmax_attention(q, keys, values, length, rule)
-    assert error(reference(q, keys, values, length, **rule._asdict()), truth) <= 1e-12
-    assert error(verify(q, keys, values, length, **rule._asdict()), truth) <= 1e-6
+    inputs = block(w, HQ, HKV, D), tables(75, 8), cache(HKV, 75, D, length), length, HQ
+    truth = softmax_attention(*inputs, rule)
+    assert error(reference(*inputs, **rule._asdict())[0], truth) <= 1e-12
+    assert error(verify(*inputs, **rule._asdict())[0], truth) <= 1e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("zero_centered", [True, False])
+@pytest.mark.parametrize("w, HQ, D, R", [(1, 4, 64, 16), (5, 3, 20, 20), (16, 2, 48, 32)])
+def test_verify_fills_the_blocks_slots_alone(w, HQ, D, R, zero_centered):
+    HKV, capacity, length = 1, 40, 21
+    inputs = block(w, HQ, HKV, D), tables(capacity, R), cache(HKV, capacity, D, length), length, HQ
+    got, want = (f(*inputs, zero_centered=zero_centered) for f in (verify, reference))
+    slots = slice(length, length + w)
+    for before, a, b in zip((None, *inputs[2]), got, want, strict=True):
+        if before is None:
+            assert error(a, b) <= 1e-6
+            continue
+        assert error(a[:, slots], b[:, slots]) <= 1e-6
+        a[:, slots] = before[:, slots]
+        assert same(a, before), "other slots are not touched"
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "w, HQ, HKV, D, splits, window",
+    "w, HQ, HKV, D, R, splits, window",
     [
-        (1, 8, 1, 48, 8, None),
-        (1, 4, 2, 132, 3, 50),
-        (2, 4, 1, 20, 1, 50),
-        (5, 3, 3, 20, 3, None),
-        (5, 8, 1, 32, 8, 200),
-        (16, 8, 1, 16, 4, None),
+        (1, 8, 1, 48, 12, 8, None),
+        (1, 4, 2, 132, 132, 3, 50),
+        (2, 4, 1, 20, 8, 2, 50),
+        (5, 3, 3, 20, 20, 3, None),
+        (5, 8, 1, 32, 32, 8, 200),
+        (16, 4, 1, 16, 4, 4, None),
     ],
 )
-def test_verify_splits_a_long_context(w, HQ, HKV, D, splits, window):
+def test_verify_splits_a_long_context(w, HQ, HKV, D, R, splits, window):
     length, capacity = 300, 333
-    q, (keys, values) = torch.randn(w, HQ, D, device=DEVICE), cache(HKV, capacity, D, length + w)
-    got = verify(q, keys, values, length, splits, window=window)
-    assert error(got, reference(q, keys, values, length, window=window)) <= 1e-6
+    inputs = block(w, HQ, HKV, D), tables(capacity, R), cache(HKV, capacity, D, length), length, HQ
+    got = verify(*inputs, splits=splits, window=window)[0]
+    assert error(got, reference(*inputs, window=window)[0]) <= 1e-6
 
 
 @needs_triton
 @pytest.mark.parametrize("window, from_block, reach", [(20, False, 19), (20, True, 20)])
 def test_verify_reads_nothing_before_the_window(window, from_block, reach):
-    q, (keys, values) = torch.randn(3, 2, 16, device=DEVICE), cache(1, 200, 16, 153)
-    want = reference(q, keys, values, 150, window=window, window_from_block=from_block)
-    keys[:, : 150 - reach] = values[:, : 150 - reach] = float("nan")
-    assert error(verify(q, keys, values, 150, window=window, window_from_block=from_block), want) <= 1e-6
+    inputs = block(3, 2, 1, 16), tables(200, 16), cache(1, 200, 16, 150), 150, 2
+    options = dict(window=window, window_from_block=from_block)
+    want = reference(*inputs, **options)[0]
+    for t in inputs[2]:
+        t[:, : 150 - reach] = float("nan")
+    assert error(verify(*inputs, **options)[0], want) <= 1e-6
 
 
 @needs_triton
 def test_verify_gates_and_rounds_as_transformers():
     w, HQ, HKV, D = 5, 4, 2, 32
-    q, (keys, values) = torch.randn(w, HQ, D, device=DEVICE).half(), cache(HKV, 50, D, 25, torch.float16)
-    gate = torch.randn(w, 2 * HQ * D + 2 * HKV * D, device=DEVICE).half()
-    plain, gated = verify(q, keys, values, 20), verify(q, keys, values, 20, gate=gate)
-    sigmoid = torch.sigmoid(gate[:, : 2 * HQ * D].view(w, HQ, 2 * D)[..., D:].reshape(w, HQ * D))
-    assert (gated == plain * sigmoid).float().mean() > 0.99
-    assert error(gated, reference(q, keys, values, 20, gate=gate.double())) <= 2e-3
+    tensors, rotary = block(w, HQ, HKV, D, True, torch.float16), tables(50, 8, torch.float16)
+    queries, gate = tensors[0][:, : 2 * HQ * D].view(w, HQ, 2 * D).chunk(2, -1)
+    ungated = torch.cat((queries.flatten(1), tensors[0][:, 2 * HQ * D :]), 1)
+    inputs = rotary, cache(HKV, 50, D, 20, torch.float16), 20, HQ
+    plain, gated = verify([ungated, *tensors[1:]], *inputs)[0], verify(tensors, *inputs, gated=True)[0]
+    assert (gated == plain * torch.sigmoid(gate).flatten(1)).float().mean() > 0.99
+    assert error(gated, reference(tensors, *inputs, gated=True)[0]) <= 2e-3
 
 
 @needs_triton
 def test_verify_survives_scores_of_any_size():
-    q, (keys, values) = 100 * torch.randn(3, 2, 16, device=DEVICE), cache(1, 200, 16, 153)
-    keys[:, :153] *= 20
-    assert error(verify(q, keys, values, 150), reference(q, keys, values, 150)) <= 1e-4
+    (projected, q_norm, k_norm), caches = block(3, 2, 1, 16), cache(1, 200, 16, 150)
+    inputs = [projected, 100 * q_norm, 20 * k_norm], tables(200, 16), [20 * caches[0], caches[1]], 150, 2
+    assert error(verify(*inputs)[0], reference(*inputs)[0]) <= 1e-4
 
 
 @needs_triton
 def test_verify_reads_no_length_on_the_host(monkeypatch):
-    q, (keys, values) = torch.randn(3, 2, 16, device=DEVICE), cache(1, 100, 16, 53)
-    want = reference(q, keys, values, 50)
+    inputs = block(3, 2, 1, 16), tables(100, 16), cache(1, 100, 16, 50), 50, 2
+    want = reference(*inputs)[0]
     forbid_host_reads(monkeypatch)
-    got = verify(q, keys, values, 50)
+    got = verify(*inputs)[0]
     monkeypatch.undo()
     assert error(got, want) <= 1e-6
 
 
 @needs_triton
 def test_verify_refuses_what_it_would_read_wrongly():
-    q, (keys, values) = torch.randn(3, 4, 16, device=DEVICE), cache(2, 40, 16, 20)
+    (projected, q_norm, k_norm), rotary, caches = block(3, 4, 2, 16), tables(40, 8), cache(2, 40, 16, 20)
+
+    def inputs(tensors=(projected, q_norm, k_norm), rotary=rotary, caches=caches, length=10, HQ=4, **options):
+        verify(tensors, rotary, caches, length, HQ, **options)
+
+    inputs()
     for message, change in [
-        ("1 to 16 tokens, got 17", dict(q=torch.randn(17, 4, 16, device=DEVICE), w_max=17)),
-        ("scratch has room for 2 tokens, got 3", dict(w_max=2)),
+        ("1 to 16 tokens, got 17", dict(tensors=[projected.new_zeros(17, 128), q_norm, k_norm], w_max=17)),
+        ("scratch has room for 2 tokens", dict(w_max=2)),
+        ("and 1 splits", dict(splits=1)),
         ("window is 0", dict(window=0)),
-        ("got 3 for 2", dict(q=torch.randn(3, 3, 16, device=DEVICE))),
-        ("keys is .*torch.float16", dict(keys=keys.half())),
-        (r"gate is \[3, 64\].*\[3, 128\]", dict(gate=torch.randn(3, 64, device=DEVICE))),
-        ("q is torch.float64", dict(q=q.double())),
+        ("got 3 for 2", dict(HQ=3)),
+        ("keys is .*torch.float16", dict(caches=[caches[0].half(), caches[1]])),
+        (r"projected is \[3, 128\].*\[3, 192\]", dict(gated=True)),
+        ("projected is torch.float64", dict(tensors=[projected.double(), q_norm, k_norm])),
+        ("q_norm is", dict(tensors=[projected, q_norm[:8], k_norm])),
+        ("k_norm is", dict(tensors=[projected, q_norm, k_norm.half()])),
+        (r"cos is \[5, 8\]", dict(rotary=[rotary[0][:5], rotary[1]])),
+        ("sin is", dict(rotary=[rotary[0], rotary[1].half()])),
     ]:
         with pytest.raises(ValueError, match=message):
-            verify(**{"q": q, "keys": keys, "values": values, "length": 10} | change)
+            inputs(**change)
 
 
 def test_splits_keep_a_device_busy_within_the_capacity():
     cpu = torch.device("cpu")
-    assert [attention_splits(n, 2, cpu) for n in (1, 64, 97, 1 << 17)] == [1, 2, 4, 8]
-    assert attention_splits(1 << 17, 64, cpu) == 1
+    assert [attention_splits(n, 2, cpu) for n in (1, 64, 97, 1 << 17)] == [2, 2, 4, 8]
+    assert attention_splits(1 << 17, 64, cpu) == 2, "the cache and the block"
 
 
 def test_tiles_fit_shared_memory():
@@ -326,17 +352,11 @@ DTYPES = [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-@pytest.mark.parametrize("HQ, HKV, D, R", [TARGET, *DRAFTERS])
-def test_prepare_at_model_sizes(HQ, HKV, D, R, dtype, bound):
-    gated = R < D
-    rotary = tables(2000, R, dtype if gated else torch.float32)
-    options = dict(gated=gated, zero_centered=gated, eps=EPS)
+@pytest.mark.parametrize("HQ, HKV, D, R", DRAFTERS)
+def test_store_at_model_sizes(HQ, HKV, D, R, dtype, bound):
     for w in (1, 5, 16):
-        tensors = prepared(w, HQ, HKV, D, gated, dtype)
-        got, want = (
-            prepare(op, tensors, rotary, 1000, HQ, HKV, D, 1500, dtype, **options, **overlap)
-            for op, overlap in ((attention_prepare, dict(overlap=True)), (attention_prepare_ref, {}))
-        )
+        inputs = layers(w, 6, HKV, D, dtype), tables(2000, R), 1000, HKV, D, 1500
+        got, want = stored(attention_store, *inputs, overlap=True), stored(attention_store_ref, *inputs)
         for a, b in zip(got, want, strict=True):
             assert (a == b).float().mean() > (0.99 if dtype != torch.float32 else 0)
             assert error(a, b.double()) <= bound
@@ -344,29 +364,42 @@ def test_prepare_at_model_sizes(HQ, HKV, D, R, dtype, bound):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-@pytest.mark.parametrize("length", [1000, 20000])
+@pytest.mark.parametrize("length", [0, 1000, 20000])
 @pytest.mark.parametrize("HQ, HKV, D, R", [TARGET, *DRAFTERS])
 def test_verify_at_model_sizes(HQ, HKV, D, R, length, dtype, bound):
-    splits = attention_splits(24000, HKV, DEVICE)
-    rules = RULES[:1] if R < D else [*RULES[:2], *(r._replace(window=2048) for r in RULES[2:4] + RULES[6:8])]
+    target, capacity = R < D, 24000
+    rotary, caches = tables(capacity, R, dtype if target else torch.float32), cache(HKV, capacity, D, length, dtype)
+    splits = attention_splits(capacity, HKV, DEVICE)
+    rules = RULES[:1] if target else [*RULES[:2], *(r._replace(window=2048) for r in RULES[2:4] + RULES[6:8])]
     for w, rule in product((1, 2, 5, 16), rules):
-        q, (keys, values) = torch.randn(w, HQ, D, device=DEVICE).to(dtype), cache(HKV, 24000, D, length + w, dtype)
-        options = rule._asdict()
-        if R < D:
-            options["gate"] = torch.randn(w, 2 * HQ * D + 2 * HKV * D, device=DEVICE).to(dtype)
-        got = verify(q, keys, values, length, splits, **options, overlap=True)
-        wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        assert error(got, reference(q, keys, values, length, **wide)) <= bound
+        inputs = block(w, HQ, HKV, D, target, dtype), rotary, caches, length, HQ
+        options = dict(gated=target, zero_centered=target, **rule._asdict())
+        got = verify(*inputs, splits=splits, **options, overlap=True)
+        # roundings in between are the models'
+        rounded, slots = verify(*inputs, op=attention_verify_ref, **options), slice(length, length + w)
+        assert error(got[0], rounded[0].double()) <= 2 * bound
+        assert error(got[0], reference(*inputs, **options)[0]) <= 2 * bound
+        for a, b in zip(got[1:], rounded[1:], strict=True):
+            assert (a == b)[:, slots].float().mean() > (0.99 if dtype != torch.float32 else 0)
+            assert error(a[:, slots], b[:, slots].double()) <= bound
 
 
 @pytest.mark.gpu
 def test_verify_replays_as_a_graph():
-    HQ, HKV, D, _ = TARGET
-    q, (keys, values) = torch.randn(5, HQ, D, device=DEVICE).bfloat16(), cache(HKV, 3000, D, 2905, torch.bfloat16)
+    HQ, HKV, D, R = TARGET
+    tensors, rotary = block(5, HQ, HKV, D, True, torch.bfloat16), tables(3000, R, torch.bfloat16)
+    caches = cache(HKV, 3000, D, 2905, torch.bfloat16)
     scratch = AttentionScratch.allocate(16, HQ, D, attention_splits(3000, HKV, DEVICE), DEVICE)
-    length, out = on_device(0).long(), poisoned(5, HQ * D, dtype=torch.bfloat16)
-    graph = captured(lambda: attention_verify(q, keys, values, length, out, scratch, scale=D**-0.5, overlap=True))
+    length, out = on_device(2905).long(), poisoned(5, HQ * D, dtype=torch.bfloat16)
+    options = dict(gated=True, zero_centered=True, eps=EPS, scale=D**-0.5)
+    keys, values = (t.clone() for t in caches)
+    graph = captured(
+        lambda: attention_verify(*tensors, *rotary, length, keys, values, out, scratch, **options, overlap=True)
+    )
     for n in (0, 40, 2900, 7):
         length.fill_(n)
+        keys.copy_(caches[0])
+        values.copy_(caches[1])
         graph.replay()
-        assert error(out, reference(q, keys, values, n)) <= 5e-3
+        want = reference(tensors, rotary, caches, n, HQ, gated=True, zero_centered=True)[0]
+        assert error(out, want) <= 1e-2

@@ -1,4 +1,4 @@
-"""Selector and routing correction against plain Python evaluations of Eq. 5 and 6 in float64; their kernels."""
+"""Selector, correction and competing rules against plain Python or PyTorch in float64; their kernels."""
 
 import math
 
@@ -17,6 +17,8 @@ from hybridspec_kernels import (
     prefix_probabilities_ref,
     select_length,
     select_length_ref,
+    select_ratio,
+    select_ratio_ref,
 )
 
 D, W = 15, 16
@@ -295,6 +297,111 @@ def test_correct_kernel_stays_in_bounds():
         assert b.correct() == 5
 
 
+# which of the lengths 2..W, and the keywords that a competing rule passes
+RATIO_RULES = {
+    "dcut": (lambda W: sorted({max(2, -(-W * q // 4)) for q in (1, 2, 3, 4)}), {"anchor_tokens": 1, "rising": False}),
+    "evict": (lambda W: range(2, W + 1), {"anchor_tokens": 1, "rising": False}),
+    "dspark": (lambda W: range(2, W + 1), {"anchor_tokens": 1, "rising": True}),
+    "odd, no anchor": (lambda W: [2, *range(3, W + 1, 2)], {"anchor_tokens": 0, "rising": True}),
+}  # fmt: skip
+
+
+class Ratios:
+    """A random round of a competing rule: what `select_ratio` reads (fp32).
+
+    Args:
+        knots: of the calibration; 0: there is none.
+        exact: sums are exact in binary, and ratios are often equal.
+    """
+
+    def __init__(self, rule: str, D: int, knots: int, exact: bool) -> None:
+        lengths, self.options = RATIO_RULES[rule]
+        self.lengths = torch.tensor(lengths(D + 1), dtype=torch.int32)
+        if exact:
+            self.confidence = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.0])[torch.randint(0, 5, (D,))]
+            steps = torch.tensor([0.0, 0.5, 1.0])[torch.randint(0, 3, (D,))] * torch.arange(D)
+            cost, self.fixed = steps.sort().values, torch.randint(0, 3, (1,)).float()
+            table = (torch.randint(0, 3, (D, knots)) / 2 for _ in range(2))
+        else:
+            self.confidence = torch.rand(D).pow(10 ** -(2 * torch.rand(())))
+            cost, self.fixed = (torch.rand(D) * 10 ** -(2 * torch.rand(()))).cumsum(0), torch.rand(1) + 0.1
+            table = (torch.rand(D, knots).pow(10 ** -(2 * torch.rand(()))) for _ in range(2))
+        self.knots, self.values = (t.sort(1).values for t in table)
+        self.cost = torch.cat([torch.zeros(2), cost])
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(DEVICE))
+
+    def select(self, op, remaining: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, int, int]:
+        """What the kernel or the reference writes: prefix probabilities, w0 and u."""
+        prefix = poisoned(len(self.confidence), dtype=dtype)
+        w0, u = (poisoned(1, dtype=torch.int32) for _ in range(2))
+        op(
+            self.confidence.to(dtype), torch.tensor([remaining], device=DEVICE), self.cost.to(dtype),
+            self.fixed.to(dtype), self.lengths, prefix, w0, u, **self.options,
+            calibration=(self.knots.to(dtype), self.values.to(dtype)) if self.knots.numel() else None,
+        )  # fmt: skip
+        return prefix, int(w0), int(u)
+
+    def check(self, remaining: int) -> int:
+        """Assert that the kernel writes what the reference does in float64; the length."""
+        prefix, w0, u = self.select(select_ratio, remaining)
+        want, *chosen = self.select(select_ratio_ref, remaining, torch.float64)
+        torch.testing.assert_close(prefix.double(), want, rtol=1e-5, atol=1e-6, equal_nan=True)
+        assert [w0, u] == chosen == [w0, within_budget(w0, remaining, len(prefix) + 1)]
+        return w0
+
+
+@pytest.mark.parametrize("knots", [0, 13])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("D", [1, 3, 7, 15, 17, 63])
+def test_ratio_kernel_equals_float64(D, rule, knots):
+    pytest.importorskip("triton")
+    chosen = set()
+    for case in range(20 if D == 15 else 6):
+        ratios = Ratios(rule, D, knots, exact=case % 2 == 1)
+        chosen.add(ratios.check(int(torch.randint(0, D + 4, ()))))
+    assert D != 15 or len(chosen) >= 4
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_ratio_kernel_takes_broken_numbers_as_the_reference(number, rule):
+    pytest.importorskip("triton")
+    for case in range(16):
+        ratios = Ratios(rule, D, knots=5 * (case % 2), exact=case % 3 == 0)
+        name, place = ("confidence", "confidence", "cost", "fixed")[case // 2 % 4], int(torch.randint(0, D, ()))
+        values = getattr(ratios, name)
+        values[{"confidence": place, "cost": 2 + place, "fixed": 0}[name]] = number
+        w0 = ratios.check(100)
+        if math.isnan(number) and name == "confidence":
+            # the tokens in front of the NaN count as ever, the others are worth nothing
+            assert w0 <= max(int(ratios.lengths[0]), place + 1)
+
+
+@pytest.mark.parametrize("rule", ["evict", "dspark"])
+def test_ratio_kernel_takes_no_token_that_adds_nothing(rule):
+    """Sums are rounded and all lengths cost the same: equal sums must be equal, whatever their order of additions."""
+    pytest.importorskip("triton")
+    for useful in range(1, D + 1):
+        ratios = Ratios(rule, D, 0, exact=False)
+        ratios.confidence.uniform_(0.7, 1.0)[useful:] = 0.0
+        ratios.cost.fill_(1.0)
+        assert ratios.check(100) == useful + 1
+
+
+@pytest.mark.parametrize("rule", ["evict", "dspark"])
+def test_ratio_kernel_finds_equal_ratios_equal(rule):
+    """w tokens in w * t seconds: a division that is not rounded correctly tells the lengths apart."""
+    pytest.importorskip("triton")
+    for numerator in range(1, 40, 4):
+        ratios = Ratios(rule, D, 0, exact=True)
+        ratios.confidence.fill_(1.0)
+        ratios.fixed.zero_()
+        ratios.cost = torch.arange(W + 1, device=DEVICE) * (numerator / 64)
+        assert ratios.check(100) == 2
+
+
 @pytest.mark.parametrize("remaining", [-3, 0, 1, 2, 3, 15, 16, 17, 2**40])
 @pytest.mark.parametrize("block, length", [(1, 1), (2, 2), (16, 2), (16, 3), (16, 16)])
 def test_fix_length_equals_the_reference(block, length, remaining):
@@ -322,6 +429,49 @@ def test_selection_kernels_refuse_what_they_would_read_wrongly():
         b.correct()
     with pytest.raises(ValueError, match=r"remaining is .*torch.int32.*torch.int64"):
         fix_length(2, on_device(2), on_device(0), on_device(0), block=16)
+
+
+def test_ratio_kernel_refuses_what_it_would_read_wrongly():
+    pytest.importorskip("triton")
+    for name, value, message in (
+        ("confidence", torch.rand(D, 1), r"confidence is \[15, 1\]; select_ratio takes \[D\].*select_ratio_ref"),
+        ("confidence", torch.rand(64), r"confidence is \[64\]; select_ratio takes \[D\].*select_ratio_ref"),
+        ("cost", torch.rand(D), r"target_cost is \[15\].*\[17\]"),
+        ("fixed", torch.rand(2), r"fixed_cost is \[2\].*\[1\]"),
+        ("lengths", torch.arange(2, 17), r"lengths is \[15\] torch.int64.*torch.int32"),
+        ("lengths", on_device(), r"lengths is \[0\]; select_ratio takes \[L\] with 1 to D = 15"),
+        ("lengths", on_device(*range(2, 18)), r"lengths is \[16\]; select_ratio takes \[L\] with 1 to D = 15"),
+        ("knots", torch.rand(D, 4), r"values is \[15, 5\].*\[15, 4\]"),
+        ("knots", torch.rand(D, 1), r"knots of the calibration is \[15, 1\].*N >= 2"),
+    ):
+        ratios = Ratios("evict", D, 5, exact=False)
+        setattr(ratios, name, value.to(DEVICE))
+        with pytest.raises(ValueError, match=message):
+            ratios.select(select_ratio, 9)
+    with pytest.raises(ValueError, match=r"confidence is \[15\] torch.float64.*\[15\] torch.float32"):
+        Ratios("evict", D, 5, exact=False).select(select_ratio, 9, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("knots", [0, 33])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_ratio_kernel_in_a_graph(rule, knots):
+    ratios, remaining = Ratios(rule, D, knots, exact=False), torch.tensor([9], device=DEVICE)
+    prefix, w0, u = poisoned(D), *(poisoned(1, dtype=torch.int32) for _ in range(2))
+
+    def launch() -> None:
+        select_ratio(
+            ratios.confidence, remaining, ratios.cost, ratios.fixed, ratios.lengths, prefix, w0, u,
+            calibration=(ratios.knots, ratios.values) if knots else None, **ratios.options, overlap=True,
+        )  # fmt: skip
+
+    graph = captured(launch)
+    for _ in range(20):
+        ratios.confidence.copy_(torch.rand(D))
+        graph.replay()
+        want, *chosen = ratios.select(select_ratio_ref, 9, torch.float64)
+        torch.testing.assert_close(prefix.double(), want, rtol=1e-5, atol=1e-6)
+        assert [int(w0), int(u)] == chosen
 
 
 @pytest.mark.gpu

@@ -11,13 +11,16 @@ import torch
 from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 
 from hybridspec_generation import HybridSpecConfig, RoundState
-from hybridspec_generation.config import ADAPTIVE_POLICIES, CostTable, SelectionTables
+from hybridspec_generation.config import ADAPTIVE_POLICIES
 from hybridspec_generation.policies import DCutPolicy, DSparkPolicy, EvictPolicy
+from hybridspec_generation.tables import CostTable, SelectionTables
 from hybridspec_hf.calibration.tables import default_tables, fit_acceptance, fit_experts
 from hybridspec_hf.strategy import ADAPTIVE
 
 NAMES = ("dcut", "evict", "dspark")
 CPU = torch.device("cpu")
+# Triton's interpreter runs on the CPU
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SAME = (np.array([0.0, 1.0]), np.array([0.0, 1.0]))
 
 
@@ -38,10 +41,10 @@ def tables_of(cost, fixed, knots=None, device=CPU):
     return tables
 
 
-def round_state(block, confidence, remaining, dtype=torch.float64):
-    state = RoundState(block=block, hidden_size=8, top_k=4, feature_size=8, dtype=torch.float32, device=CPU)
-    state.confidence = torch.tensor(confidence, dtype=dtype)
-    state.prefix_prob = torch.zeros(block - 1, dtype=dtype)
+def round_state(block, confidence, remaining, dtype=torch.float64, device=CPU):
+    state = RoundState(block=block, hidden_size=8, top_k=4, feature_size=8, dtype=torch.float32, device=device)
+    state.confidence = torch.tensor(confidence, dtype=dtype, device=device)
+    state.prefix_prob = torch.zeros(block - 1, dtype=dtype, device=device)
     state.remaining.fill_(remaining)
     for length in (state.nominal_length, state.stage0_length, state.verify_length):
         length.fill_(-1)
@@ -148,6 +151,27 @@ def test_the_rules_differ_where_they_should():
     assert lengths(DCutPolicy(tables), state)[0] == 4
     tables = tables_of([0.0, 0.0, *(0.017 * w for w in range(15))], 1.0)
     assert lengths(DCutPolicy(tables, anchor_tokens=0), state)[0] > lengths(DCutPolicy(tables), state)[0]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_kernels_write_the_lengths_of_pytorch(name, monkeypatch):
+    pytest.importorskip("triton")
+    rng, cut = random.Random(0), 0
+    for case in range(40):
+        confidence, cost, fixed, knots = random_case(rng, case)
+        tables = SelectionTables(*(t.float().to(DEVICE) for t in tables_of(cost, fixed, knots)))
+        policy, remaining = RULES[name][0](tables), rng.choice((0, 3, 9, 1000))
+        state = round_state(len(confidence) + 1, confidence, remaining, torch.float32, DEVICE)
+        state.kernels = False
+        want, want_prefix = lengths(policy, state), state.prefix_prob.clone()
+        state.prefix_prob.fill_(math.nan)
+        state.kernels = True
+        with monkeypatch.context() as patch:
+            patch.delattr("hybridspec_generation.policies.ratio.select_ratio_ref")
+            assert lengths(policy, state) == want
+        torch.testing.assert_close(state.prefix_prob, want_prefix, rtol=0, atol=1e-6)
+        cut += want[1] < want[0]
+    assert cut
 
 
 @pytest.mark.parametrize("name", NAMES)

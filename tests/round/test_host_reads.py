@@ -8,9 +8,9 @@ from support.harness import make_round
 from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 from torch import Tensor
 
-from hybridspec_generation.config import CostTable, SelectionTables
 from hybridspec_generation.policies import HybridSpecPolicy
 from hybridspec_generation.round import run_round
+from hybridspec_generation.tables import CostTable, SelectionTables
 from hybridspec_hf.calibration.tables import default_tables, fit_experts
 
 READS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index__", "cpu")

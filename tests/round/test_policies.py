@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybridspec_generation import RoundState
-from hybridspec_generation.config import CostTable, SelectionTables
 from hybridspec_generation.policies import FixedLength, HybridSpecPolicy, NominalPolicy
+from hybridspec_generation.tables import CostTable, SelectionTables
 from hybridspec_hf.calibration.tables import default_tables, fit_experts
 
 BLOCK, TOP_K = 16, 4

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 from hybridspec_generation import RoundState
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.policies import FixedLength, LengthPolicy
-from hybridspec_generation.protocols import Draft
 from hybridspec_generation.round import Round
+from hybridspec_generation.state import Draft
 from hybridspec_hf.drafters.block import BlockDrafter, DraftContext
 from hybridspec_hf.models import SplitTarget, split_target
 from hybridspec_hf.prefill import prefill
@@ -47,10 +47,10 @@ class ScriptedDrafter:
         if self.inner is not None:
             self.inner.append(features, start)
 
-    def propose(self, anchor: Tensor, length: Tensor) -> Draft:
+    def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
         draft_size, at = self.block_size - 1, int(length) + 1
         if self.inner is not None:
-            self.inner.propose(anchor, length)
+            self.inner.propose(anchor, length, draft)
         assert int(anchor) == self.sequence[at - 1], "the anchor left the target's greedy text"
         right = self.accepted[min(self.round, len(self.accepted) - 1)]
         tokens = (self.sequence[at : at + draft_size] + [1] * draft_size)[:draft_size]
@@ -58,7 +58,9 @@ class ScriptedDrafter:
         ones = torch.ones(draft_size)
         confidence = ones if self.confidence is None else self.confidence[self.round % len(self.confidence)]
         self.round += 1
-        return Draft(torch.tensor(tokens), confidence, 1.0 - 0.9 * confidence)
+        draft.tokens.copy_(torch.tensor(tokens))
+        draft.confidence.copy_(confidence)
+        draft.entropy.copy_(1.0 - 0.9 * confidence)
 
 
 def plain_text(model: Any, prompt: Tensor, new_tokens: int) -> list[int]:

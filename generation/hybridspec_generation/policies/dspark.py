@@ -1,9 +1,5 @@
 """DSpark-style: lengthen the input for as long as expected tokens per second rise, by calibrated confidences."""
 
-from torch import Tensor
-
-from hybridspec_kernels.selection.acceptance import interpolate
-
 from .ratio import RatioPolicy
 
 
@@ -15,11 +11,5 @@ class DSparkPolicy(RatioPolicy):
     search starts at 2, the shortest length of a round.
     """
 
-    def acceptance(self, confidence: Tensor) -> Tensor:
-        """The isotonic table's acceptance rate at each confidence."""
-        t = self.tables
-        return interpolate(confidence, t.confidence_knots, t.acceptance_knots)
-
-    def choose(self, ratio: Tensor) -> Tensor:
-        """2, and one more for each rise before the first ratio that does not rise, NaN included."""
-        return 2 + (ratio[1:] > ratio[:-1]).cumprod(0).sum(0, keepdim=True)
+    calibrated = True
+    rising = True

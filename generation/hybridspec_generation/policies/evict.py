@@ -1,8 +1,6 @@
 """Our reconstruction of EVICT for a chain of draft tokens: the best ratio of tokens to time among all lengths."""
 
-from torch import Tensor
-
-from .ratio import RatioPolicy, first_best
+from .ratio import RatioPolicy
 
 
 class EvictPolicy(RatioPolicy):
@@ -10,9 +8,5 @@ class EvictPolicy(RatioPolicy):
 
     EVICT's method section is not public. Known is that it keeps the cost-effective prefix of a draft, by drafter
     signals and profiled verification costs. Whether its cost includes drafting is not; it does here, as for the other
-    rules.
+    rules. Of equal ratios the shorter length is taken.
     """
-
-    def choose(self, ratio: Tensor) -> Tensor:
-        """The best of all lengths, the shorter of equal ones."""
-        return first_best(ratio) + 2

@@ -13,12 +13,16 @@ from hybridspec_kernels import (
     select_length_ref,
 )
 
-from ..config import SelectionTables
 from ..state import RoundState
+from ..tables import SelectionTables
+from .online import observe_round
 
 
 class NominalPolicy:
     """The draft-side selector alone: w = w0.
+
+    Args:
+        online: re-estimate rho before each round, from those before it.
 
     Attributes:
         extra_tokens: tokens beyond w0 that Stage 0 processes: 1 with the routing correction, else 0.
@@ -27,12 +31,14 @@ class NominalPolicy:
     extra_tokens = 0
     corrects = False
 
-    def __init__(self, tables: SelectionTables) -> None:
-        self.tables = tables
+    def __init__(self, tables: SelectionTables, online: bool = False) -> None:
+        self.tables, self.online = tables, online
 
     def select(self, state: RoundState) -> None:
         """Write prefix probabilities, w0 (Eq. 5) and u."""
         t = self.tables
+        if self.online:
+            observe_round(t, state)
         acceptance = (t.confidence_knots, t.acceptance_knots, t.acceptance_weights)
         if state.kernels:
             select_length(

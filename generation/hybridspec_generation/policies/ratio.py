@@ -1,50 +1,48 @@
 """Expected tokens of a round over its latency: what the competing rules maximise, each over its own lengths."""
 
-import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from hybridspec_kernels import limit_length_ref
+from hybridspec_kernels import select_ratio, select_ratio_ref
 
-from ..config import SelectionTables
 from ..state import RoundState
+from ..tables import SelectionTables
 
 
 class RatioPolicy:
     """Picks by (anchor + sum of prefix probabilities) / (time of the whole round), drafting included.
 
+    Args:
+        tables: of which the costs and, if calibrated, the isotonic table are read.
+        lengths: those of 2..W that the rule may take, ascending; None: all.
+
     Attributes:
         anchor_tokens: what a round emits besides the accepted draft tokens.
+        calibrated: acceptances are the isotonic table's at the confidences, instead of the confidences as they are.
+        rising: take the length before the first that does not raise the ratio, instead of the best.
     """
 
     corrects = False
     anchor_tokens = 1
+    calibrated = False
+    rising = False
 
-    def __init__(self, tables: SelectionTables) -> None:
+    def __init__(self, tables: SelectionTables, lengths: Sequence[int] | None = None) -> None:
         self.tables = tables
+        allowed = range(2, len(tables.target_cost)) if lengths is None else lengths
+        self.lengths = torch.tensor(allowed, dtype=torch.int32, device=tables.target_cost.device)
 
     def select(self, state: RoundState) -> None:
         """Write the prefix probabilities that the rule assumes, w0, and what the budget allows of it."""
         t = self.tables
-        torch.cumprod(self.acceptance(state.confidence), 0, out=state.prefix_prob)
-        tokens = self.anchor_tokens + state.prefix_prob.cumsum(0)
-        state.nominal_length.copy_(self.choose(tokens / (t.fixed_cost + t.target_cost[2:])))
-        state.stage0_length.copy_(limit_length_ref(state.nominal_length, state.remaining, state.block))
+        select = select_ratio if state.kernels else select_ratio_ref
+        select(
+            state.confidence, state.remaining, t.target_cost, t.fixed_cost, self.lengths, state.prefix_prob,
+            state.nominal_length, state.stage0_length, anchor_tokens=self.anchor_tokens, rising=self.rising,
+            calibration=(t.confidence_knots, t.acceptance_knots) if self.calibrated else None,
+        )  # fmt: skip
 
     def correct(self, state: RoundState) -> None:
         """Verify what Stage 0 ran on."""
         torch.minimum(state.nominal_length, state.stage0_length, out=state.verify_length)
-
-    def acceptance(self, confidence: Tensor) -> Tensor:
-        """`[D]`: each draft token's probability of acceptance after those before it; here the confidence as it is."""
-        return confidence
-
-    def choose(self, ratio: Tensor) -> Tensor:
-        """`[1]`, the length; ratio: `[D]`, of the lengths 2..W, NaN from the first confidence that is NaN on."""
-        raise NotImplementedError
-
-
-def first_best(ratio: Tensor) -> Tensor:
-    """`[1]`, index of the best ratio, of equal ones the first; NaN is worth nothing."""
-    return ratio.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(0, keepdim=True)

@@ -5,9 +5,5 @@ from .context import Round
 
 def propose(r: Round) -> None:
     """Fill `target_input[1:]`, `confidence` and `entropy`; without a drafter there is nothing to propose."""
-    if r.drafter is None:
-        return
-    draft = r.drafter.propose(r.state.anchor, r.cache.length)
-    r.state.proposal.copy_(draft.tokens)
-    r.state.confidence.copy_(draft.confidence)
-    r.state.entropy.copy_(draft.entropy)
+    if r.drafter is not None:
+        r.drafter.propose(r.state.anchor, r.cache.length, r.state.draft)

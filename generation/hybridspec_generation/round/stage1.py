@@ -7,4 +7,4 @@ def stage1(r: Round, w: int) -> None:
     """Resume Layer 0 at its experts for w tokens, run the remaining layers and the head."""
     features = None if r.drafter is None else r.state.features
     hidden = r.target.stage1(w, r.cache, r.state.boundary, features)
-    r.state.target_tokens[:w] = r.target.next_tokens(hidden)
+    r.target.next_tokens(hidden, r.state.target_tokens[:w])

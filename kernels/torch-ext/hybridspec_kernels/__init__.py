@@ -6,11 +6,12 @@ exists, `<op>` launches it. Tensors in, tensors out: nothing here knows a model,
 """
 
 from .acceptance.greedy import Emission, accept_greedy, accept_greedy_ref
-from .attention.prepare import attention_prepare, attention_prepare_ref
+from .attention.store import attention_store, attention_store_ref
 from .attention.verify import AttentionScratch, attention_splits, attention_verify, attention_verify_ref
 from .checks import INPUT_DTYPES, MAX_TOKENS
 from .conv.commit import conv_commit, conv_commit_ref
 from .conv.verify import conv_verify, conv_verify_ref
+from .dense.gated_linear import gated_linear, gated_linear_ref
 from .dense.linear import MAX_PARTS, linear, linear_parts, linear_ref
 from .dense.swiglu import swiglu_linear, swiglu_linear_ref
 from .gdn.commit import gdn_commit, gdn_commit_ref
@@ -27,10 +28,10 @@ from .moe.combine import moe_combine_norm, moe_combine_norm_ref
 from .moe.experts import ExpertWeights, moe_experts, moe_experts_ref
 from .moe.route import ExpertSlots, Routing, moe_route, moe_route_ref, moe_slots_ref
 from .norm.add_rms import add_rms_norm, add_rms_norm_ref
-from .norm.gated_rms import gated_rms_norm, gated_rms_norm_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
 from .selection.correct import correct_length, correct_length_ref, new_experts_ref
 from .selection.limit import fix_length, fix_length_ref, limit_length_ref
+from .selection.ratio import select_ratio, select_ratio_ref
 from .selection.select import select_length, select_length_ref
 from .triton_support import compile_only, has_kernels
 
@@ -50,9 +51,9 @@ __all__ = [
     "accept_greedy_ref",
     "add_rms_norm",
     "add_rms_norm_ref",
-    "attention_prepare",
-    "attention_prepare_ref",
     "attention_splits",
+    "attention_store",
+    "attention_store_ref",
     "attention_verify",
     "attention_verify_ref",
     "compile_only",
@@ -65,8 +66,8 @@ __all__ = [
     "correct_length_ref",
     "fix_length",
     "fix_length_ref",
-    "gated_rms_norm",
-    "gated_rms_norm_ref",
+    "gated_linear",
+    "gated_linear_ref",
     "gdn_commit",
     "gdn_commit_ref",
     "gdn_project",
@@ -104,6 +105,8 @@ __all__ = [
     "ring_capacity",
     "select_length",
     "select_length_ref",
+    "select_ratio",
+    "select_ratio_ref",
     "swiglu_linear",
     "swiglu_linear_ref",
 ]

@@ -1,1 +1,1 @@
-"""Softmax attention of a block of tokens over a static key/value cache: its inputs, and its verification."""
+"""Softmax attention of a block of tokens over a static key/value cache, and the cache's slots."""

@@ -1,1 +1,1 @@
-"""Matrix products of few tokens: linear layers and gated pairs of them, bound by the weights' bytes."""
+"""Matrix products of few tokens: linear layers, gated pairs of them and gated inputs, bound by the weights' bytes."""

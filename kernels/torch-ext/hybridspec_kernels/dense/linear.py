@@ -10,8 +10,8 @@ from ..checks import MAX_TOKENS, check_input_dtype, check_tensor
 from ..tiles import dot_precision, input_dot
 from ..triton_support import await_previous, jit, launch_options, launcher, start_next, tl, triton
 
-# of a launch; of a sum that the next kernel adds up
-MAX_WEIGHTS, MAX_PARTS = 4, 8
+# of a launch; of a sum, whose parts the next kernel has to read
+MAX_WEIGHTS, MAX_PARTS = 4, 4
 
 
 def linear_ref(x: Tensor, weights: tuple[Tensor, ...], out: Tensor) -> None:
@@ -113,7 +113,9 @@ def tile_shape(outputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
         # shared memory of the smaller GPUs
         return 32, 64, 4, 2
     # narrow layers still need a program for every multiprocessor
-    return (16, 256, 4, 4) if outputs <= 4096 else (64, 128, 4, 4)
+    if outputs <= 4096:
+        return 16, 256, 4, 4
+    return (32, 128, 4, 4) if outputs < 8192 else (64, 128, 4, 4)
 
 
 def check_linear(x: Tensor, weights: tuple[Tensor, ...], out: Tensor) -> None:

@@ -110,7 +110,7 @@ def add_rms_norm(
 
     Args:
         residual, delta, weight, out, eps, zero_centered: see `add_rms_norm_ref`; w <= 16, H <= 8192. Parts are
-            fp32 and at most 8. `weight` has out's dtype unless it is zero-centred.
+            fp32 and at most 4. `weight` has out's dtype unless it is zero-centred.
         feature: `[w, H]`, out's dtype, unit column stride and rows at least H apart; it must not overlap the
             others.
         overlap: let the launch overlap with the kernel in front of it in the stream (SM90 on), which must not write

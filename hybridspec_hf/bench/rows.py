@@ -1,0 +1,110 @@
+"""Names of benchmark rows: a length policy and the GDN backend that it runs on, as the paper's tables combine them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hybridspec_generation import HybridSpecConfig
+from hybridspec_generation.gdn import GDN_BACKENDS
+
+AUTOREGRESSIVE = "ar"
+DEFAULT_BACKEND = "block"
+FULL = "full"
+HYBRIDSPEC = "hybridspec"
+STATIC = "static:"
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One way to decode.
+
+    Attributes:
+        policy: "ar", or a policy of `HybridSpecConfig`.
+        gdn_backend: how the GDN layers verify.
+    """
+
+    policy: str
+    gdn_backend: str = DEFAULT_BACKEND
+
+    @property
+    def name(self) -> str:
+        """What the command line calls it: the policy, and "+backend" unless that is the default."""
+        return self.policy if self.is_default else f"{self.policy}+{self.gdn_backend}"
+
+    @property
+    def label(self) -> str:
+        """The paper's name of it, else the row's own."""
+        return LABELS.get(self.name, self.name)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it verifies with HybridSpec's own GDN backend."""
+        return self.gdn_backend == DEFAULT_BACKEND
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it needs the drafter."""
+        return self.policy != AUTOREGRESSIVE
+
+    def config(self, tables: HybridSpecConfig | None = None) -> HybridSpecConfig:
+        """The config that generate takes.
+
+        Args:
+            tables: calibrated on the default backend. Its cost and rho do not hold for another one, where they are
+                left out and so measured at first use, as the paper calibrates each system on its own runtime.
+        """
+        config = replace(tables or HybridSpecConfig(), gdn_backend=self.gdn_backend)
+        if self.gdn_backend != (tables.gdn_backend if tables else self.gdn_backend):
+            config = replace(config, cost=None, throughput=None)
+        # AR reads the backend only
+        return replace(config, policy=self.policy if self.drafts else FULL)
+
+
+# the paper's names; "vanilla" is without any component of HybridSpec, so its GDN layers verify token by token
+LABELS = {
+    "ar": "AR",
+    "full+recurrent": "vanilla DFlash",
+    "dcut+recurrent": "D-Cut",
+    "evict+recurrent": "EVICT",
+    "full+replay": "ReplaySSM",
+    "evict+replay": "EVICT + ReplaySSM",
+    "hybridspec": "HybridSpec",
+    "nominal": "nominal only",
+    "full": "whole block",
+    "hybridspec+recurrent": "recurrent GDN kernels",
+}
+# Table 1: the systems
+SYSTEMS = ("ar", "full+recurrent", "dcut+recurrent", "evict+recurrent", "full+replay", "evict+replay", "hybridspec")
+# Table 3: what HybridSpec is without a component; fixed lengths go between
+ABLATIONS = ("ar", "hybridspec", "full", "nominal", "hybridspec+recurrent", "full+recurrent")
+STATIC_LENGTHS = (4, 6, 8)
+
+
+def parse_row(name: str) -> BenchRow:
+    """A row by its name: "full", "full+recurrent", "evict+replay", "static:4", "ar", ...
+
+    Raises:
+        ValueError: for an unknown policy or backend.
+    """
+    policy, plus, backend = name.partition("+")
+    if plus and backend not in GDN_BACKENDS:
+        raise ValueError(f"Unknown GDN backend {backend!r} in {name!r}. Use one of {', '.join(GDN_BACKENDS)}.")
+    row = BenchRow(policy, backend or DEFAULT_BACKEND)
+    # the config refuses what it does not know
+    row.config()
+    return row
+
+
+def parse_rows(names: Sequence[str]) -> list[BenchRow]:
+    """Rows in order, each once, AR in front: every other row is measured against it.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    rows = dict.fromkeys(parse_row(name) for name in names)
+    known = [row for row in rows if not row.drafts] or [BenchRow(AUTOREGRESSIVE)]
+    return known + [row for row in rows if row.drafts]
+
+
+def ablation_names(lengths: Sequence[int] = STATIC_LENGTHS) -> list[str]:
+    """The rows of Table 3 with these fixed lengths."""
+    return [*ABLATIONS[:2], *(f"{STATIC}{length}" for length in lengths), *ABLATIONS[2:]]

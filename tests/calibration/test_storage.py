@@ -1,0 +1,151 @@
+"""A config's folder: two files that belong together, older and newer formats, the Hub; never a half-read config."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hybridspec_generation import CalibratedFor, CostTable, HybridSpecConfig
+from hybridspec_hf.calibration.tables import default_tables
+
+JSON, TABLES = "hybridspec_config.json", "hybridspec_tables.safetensors"
+ACCEPTANCE, EXPERTS = default_tables()
+COST = CostTable(target_cost=tuple(0.1 * i for i in range(17)), fixed_cost=1 / 3, stage0_token_cost=0.1,
+                 expert_cost=0.01, context=64)  # fmt: skip
+CONFIG = HybridSpecConfig(
+    policy="nominal", acceptance=ACCEPTANCE, experts=EXPERTS, cost=(COST, replace(COST, context=128)),
+    throughput=1 / 7, online_throughput=True,
+    calibrated_for=CalibratedFor(target="a/b", drafter="c", prompts="d", target_weights="e", drafter_weights="f",
+                                 hardware="g", versions="h", date="2026-01-02"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    CONFIG.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def change(folder, **values):
+    """Rewrite keys of the JSON file; None removes one."""
+    kept = {**json.loads((folder / JSON).read_text()), **values}
+    (folder / JSON).write_text(json.dumps({key: value for key, value in kept.items() if value is not None}))
+
+
+def test_folder_holds_a_readable_json_and_the_numbers_beside_it(folder):
+    assert sorted(path.name for path in folder.iterdir()) == [JSON, TABLES]
+    assert HybridSpecConfig.from_pretrained(folder) == CONFIG == HybridSpecConfig.from_pretrained(str(folder))
+    text = (folder / JSON).read_text()
+    values = json.loads(text)
+    assert values["format"] == 1 and values["calibrated_for"]["target"] == "a/b" and len(text.splitlines()) < 80
+    tables = load_file(folder / TABLES)
+    assert sorted(tables) == values["tables"] and len(tables) == 8
+    assert tables["cost.1.target_cost"].tolist() == list(COST.target_cost)
+
+
+def test_config_without_tables_is_one_file(folder):
+    HybridSpecConfig(policy="static:3").save_pretrained(folder)
+    assert [path.name for path in folder.iterdir()] == [JSON]
+    assert HybridSpecConfig.from_pretrained(folder) == HybridSpecConfig(policy="static:3")
+
+
+def test_file_of_the_first_version_still_loads(tmp_path):
+    old = replace(CONFIG, cost=COST, calibrated_for=None)
+    values = {key: value for key, value in old.to_dict().items() if key != "online_throughput"}
+    for name in ("context", "throughput", "runtime"):
+        values["cost"].pop(name)
+    (tmp_path / JSON).write_text(json.dumps(values))
+    assert HybridSpecConfig.from_pretrained(tmp_path) == replace(
+        old, cost=replace(COST, context=0), online_throughput=False
+    )
+
+
+@pytest.mark.parametrize("found", [2, "1", 1.5, -1])
+def test_another_format_is_refused(folder, found):
+    change(folder, format=found)
+    with pytest.raises(ValueError, match="Update hybridspec_hf, or calibrate again"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+def test_json_without_its_tables_is_refused(folder):
+    (folder / TABLES).unlink()
+    with pytest.raises(FileNotFoundError, match=f"No {TABLES} in .*Copy both files"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+def test_damaged_files_are_refused(folder):
+    whole = (folder / TABLES).read_bytes()
+    (folder / TABLES).write_bytes(whole[:-9])
+    with pytest.raises(ValueError, match=f"{TABLES} is damaged"):
+        HybridSpecConfig.from_pretrained(folder)
+    (folder / TABLES).write_bytes(whole)
+    for text, message in (("{", "is damaged"), ("[]", "holds no JSON object"), ("", "is damaged")):
+        (folder / JSON).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            HybridSpecConfig.from_pretrained(folder)
+
+
+def test_tables_of_another_calibration_are_refused(folder):
+    tables = load_file(folder / TABLES)
+    save_file({name: table for name, table in tables.items() if name != "cost.1.target_cost"}, folder / TABLES)
+    with pytest.raises(ValueError, match="from the same calibration"):
+        HybridSpecConfig.from_pretrained(folder)
+    save_file(tables, folder / TABLES)
+    change(folder, cost=None)
+    with pytest.raises(ValueError, match="no place for its table 'cost"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+class FakeHub:
+    """Repositories as folders."""
+
+    def __init__(self, root, monkeypatch):
+        self.root, self.calls = root, []
+        for name in ("create_repo", "upload_folder", "snapshot_download"):
+            monkeypatch.setattr(huggingface_hub, name, getattr(self, name))
+
+    def create_repo(self, repo_id, **options):
+        self.calls.append(("create_repo", options))
+        (self.root / "user" / repo_id).mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        self.calls.append(("upload_folder", options))
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+    def snapshot_download(self, repo_id, **options):
+        self.calls.append(("snapshot_download", options))
+        if not (self.root / repo_id).is_dir():
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+        return str(self.root / repo_id)
+
+
+def test_config_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
+    hub = FakeHub(tmp_path, monkeypatch)
+    url = CONFIG.push_to_hub("tables", private=True, token="secret", commit_message="mine", revision="dev")
+    assert url == "https://hub/user/tables/commit/1"
+    assert hub.calls == [
+        ("create_repo", {"private": True, "token": "secret", "exist_ok": True}),
+        ("upload_folder", {"commit_message": "mine", "token": "secret", "revision": "dev"}),
+    ]
+    assert sorted(path.name for path in (tmp_path / "user" / "tables").iterdir()) == [JSON, TABLES]
+    assert HybridSpecConfig.from_pretrained("user/tables", revision="dev", token="secret") == CONFIG
+    assert hub.calls[2][1] == {"revision": "dev", "token": "secret", "allow_patterns": [JSON, TABLES]}
+    CONFIG.push_to_hub("tables")
+    assert hub.calls[-1][1]["commit_message"] == "Upload HybridSpecConfig"
+
+
+def test_no_folder_and_no_repository(tmp_path, monkeypatch):
+    FakeHub(tmp_path, monkeypatch)
+    with pytest.raises(FileNotFoundError, match=f"No {JSON} in user/missing: .*on the Hub"):
+        HybridSpecConfig.from_pretrained("user/missing")
+
+
+def test_a_path_is_not_looked_up_on_the_hub(tmp_path):
+    with pytest.raises(FileNotFoundError, match=JSON):
+        HybridSpecConfig.from_pretrained(tmp_path / "missing" / "deeper")
