@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 SHAPES = ["35b", "122b", "80b", "27b", "9b", "4b", "tiny"]
@@ -78,7 +79,7 @@ def main() -> int:
     import torch
 
     from hybridspec_hf.bench.decode_models import build
-    from hybridspec_hf.bench.decode_report import decode_lines, routing_lines
+    from hybridspec_hf.bench.decode_report import routing_lines
     from hybridspec_hf.bench.decode_run import Plan, run_benchmark
     from hybridspec_hf.bench.decode_shapes import SHAPES as SIZES
     from hybridspec_hf.bench.decode_traces import load_trace
@@ -107,8 +108,7 @@ def main() -> int:
 
     traces = [load_trace(name) for name in args.categories]
     print(*(f"trace {t.name}: AL {t.mean_al:.2f}, {t.source}" for t in traces), sep="\n", flush=True)
-    report = run_benchmark(pair, traces, plan, bandwidth)
-    print(*decode_lines(report), sep="\n")
+    report = run_benchmark(pair, traces, plan, bandwidth, partial(print, flush=True))
     setup = {
         "shape": args.shape,
         "layers": pair.target.config.num_hidden_layers,

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.policies import FixedLength
@@ -28,9 +29,8 @@ LAUNCHED_SINGLY, FEW_TOKENS = "off", 16
 SPLIT_LENGTH = 8
 
 
-def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int) -> list[Launches]:
+def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int) -> Iterator[Launches]:
     """Every way, first alone and then beside a busy thread; the captures of each start anew."""
-    found = []
     for graphs, at_once in WAYS:
         release(pair.target)
         script.drafter = None
@@ -40,24 +40,24 @@ def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_token
         held = free - torch.cuda.mem_get_info()[0]
         for busy in (False, True):
             tokens = FEW_TOKENS if busy and graphs == LAUNCHED_SINGLY else new_tokens
-            with busy_thread() if busy else idle():
-                report, right = request(pair, prompt, script, tokens, config)
+            with BusyThread() if busy else nullcontext() as streamer:
+                report, right = request(pair, prompt, script, tokens, config, streamer)
             ms = 1e3 * report.decode_seconds / report.rounds
-            found.append(Launches(report.launches, busy, ms, first.capture_seconds, held, known and right))
+            yield Launches(report.launches, busy, ms, first.capture_seconds, held, known and right)
     release(pair.target)
-    return found
 
 
 def request(
-    pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int, config: HybridSpecConfig
-) -> tuple[Any, bool]:
+    pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int, config: HybridSpecConfig,
+    streamer: BaseStreamer | None = None,
+) -> tuple[Any, bool]:  # fmt: skip
     """One scripted request: its report, and whether it wrote the known text."""
     script.reset()
     with scripted(pair.target, pair.drafter, script):
         out = pair.target.generate(
             input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new_tokens,
             assistant_model=pair.drafter, generation_mode="hybridspec", hybridspec_config=config,
-            return_dict_in_generate=True,
+            return_dict_in_generate=True, streamer=streamer,
         )  # fmt: skip
     wanted = follow(pair.successor, prompt[0, -1:], new_tokens + 1)[1:]
     return out.report, torch.equal(out.sequences[0, prompt.shape[1] :], wanted)
@@ -99,26 +99,37 @@ def scripted_round(pair: RandomPair, prompt: Tensor, script: Script, budget: int
     return replace(r, target=target, drafter=ScriptedDrafter(r.drafter, script), policy=FixedLength(SPLIT_LENGTH))
 
 
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """A second Python thread that computes, and so wants the interpreter's lock all the time."""
-    stop = threading.Event()
+class BusyThread(BaseStreamer):
+    """A second Python thread that computes, and so wants the interpreter's lock all the time, while a request decodes.
 
-    def compute() -> None:
+    Not while its prompt is processed, whose thousands of operations would each wait for the lock.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.Thread(target=self.compute, daemon=True)
+        self.stop = threading.Event()
+        self.parts = 0
+
+    def compute(self) -> None:
+        """Sum numbers."""
         total = 0
-        while not stop.is_set():
+        while not self.stop.is_set():
             total += sum(range(100))
 
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, and then the tokens."""
+        self.parts += 1
+        if self.parts == 2:
+            self.thread.start()
 
+    def end(self) -> None:
+        """The request is over."""
+        self.stop.set()
 
-@contextmanager
-def idle() -> Iterator[None]:
-    """Nothing else runs."""
-    yield
+    def __enter__(self) -> "BusyThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        if self.parts >= 2:
+            self.thread.join()

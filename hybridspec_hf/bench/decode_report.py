@@ -88,19 +88,19 @@ class Split:
     unsplit_ms: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodeBenchmark:
-    """A run of the benchmark.
+    """A run of the benchmark, filled as it goes.
 
     Attributes:
         rows: of our engine. stock: of transformers'. parts: of a round. floors: bytes and times, `DecodeFloors`.
         launches: ways to launch a round. split: with and without the boundary behind Layer 0's router.
     """
 
-    rows: list[Row]
-    stock: list[Stock]
-    parts: list[Parts]
     floors: dict[str, Any]
+    stock: list[Stock] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    parts: list[Parts] = field(default_factory=list)
     launches: list[Launches] = field(default_factory=list)
     split: Split | None = None
 
@@ -162,45 +162,54 @@ def routing_lines(routing: Any) -> Iterator[str]:
     )
 
 
-def decode_lines(report: DecodeBenchmark) -> Iterator[str]:
-    """All tables."""
+def head_lines(report: DecodeBenchmark) -> Iterator[str]:
+    """What stands above the rows."""
     yield f"All numbers: {LABEL}. Bandwidth of the floors: {_bandwidth(report)}."
     for stock in report.stock:
         yield f"stock generate, {stock.setting}: {stock.token_ms:.2f} ms a token"
     columns = f"{'tokens/s':>10}{'spread':>9}{'ms/round':>10}{'AL':>7}{'mean w':>8}"
     columns += "".join(f"{name:>11}" for name in REFERENCES.values())
     yield f"{'category':<15}{'policy':<22}{columns}  text"
-    for row in report.rows:
-        yield _line(row.category, asdict(row) | {
-            f"vs_{name}": report.ratio(row.policy, name, row.category) for name in REFERENCES
-        }) + ("  known" if row.known_text else "  WRONG")  # fmt: skip
+
+
+def row_line(report: DecodeBenchmark, row: Row) -> str:
+    """A row with its ratios to those that ran before it."""
+    ratios = {f"vs_{name}": report.ratio(row.policy, name, row.category) for name in REFERENCES}
+    return _line(row.category, asdict(row) | ratios) + ("  known" if row.known_text else "  WRONG")
+
+
+def mean_lines(report: DecodeBenchmark) -> Iterator[str]:
+    """Each policy's means, and what the reports note."""
     yield "Means over the categories:"
     for summary in report.summaries():
         yield _line("mean", summary)
-    if report.parts:
-        yield "Parts of a round, each alone, as a graph where kernels run (the shortest of several):"
-    for part in report.parts:
-        floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
-        yield f"{part.part}: {part.ms:.3f} ms{floor}"
-    yield from launch_lines(report)
     for note in sorted({note for row in report.rows for note in row.notes}):
         yield f"note: {note}"
 
 
-def launch_lines(report: DecodeBenchmark) -> Iterator[str]:
-    """Ways to launch a round, and the boundary behind Layer 0's router."""
-    for way in report.launches:
-        yield (
-            f"HybridSpec, {way.way}{', beside a busy Python thread' if way.busy else ''}: {way.round_ms:.3f} ms a "
-            f"round; capture {way.capture_seconds:.1f} s; {way.device_bytes / 2**20:.0f} MiB of the GPU"
-            f"{'' if way.known_text else '; WRONG TEXT'}"
-        )
-    if (s := report.split) is not None:
-        yield (
-            f"Split at the router boundary {s.split_ms:.3f} ms a round, unsplit {s.unsplit_ms:.3f} ms, over "
-            f"{s.rounds} "
-            f"rounds: tokens, acceptance and rounds {'the same' if s.same else 'DIFFER'}"
-        )
+def part_lines(parts: list[Parts]) -> Iterator[str]:
+    """A round's parts beside their floors."""
+    yield "Parts of a round, each alone, as a graph where kernels run (the shortest of several):"
+    for part in parts:
+        floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
+        yield f"{part.part}: {part.ms:.3f} ms{floor}"
+
+
+def launch_line(way: Launches) -> str:
+    """A way to launch a round."""
+    return (
+        f"HybridSpec, {way.way}{', beside a busy Python thread' if way.busy else ''}: {way.round_ms:.3f} ms a "
+        f"round; capture {way.capture_seconds:.1f} s; {way.device_bytes / 2**20:.0f} MiB of the GPU"
+        f"{'' if way.known_text else '; WRONG TEXT'}"
+    )
+
+
+def split_line(split: Split) -> str:
+    """The boundary behind Layer 0's router."""
+    return (
+        f"Split at the router boundary {split.split_ms:.3f} ms a round, unsplit {split.unsplit_ms:.3f} ms, over "
+        f"{split.rounds} rounds: tokens, acceptance and rounds {'the same' if split.same else 'DIFFER'}"
+    )
 
 
 def _bandwidth(report: DecodeBenchmark) -> str:

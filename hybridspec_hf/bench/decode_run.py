@@ -1,7 +1,7 @@
 """A pair of random weights, traces, modes -> timed requests whose tokens were checked: the decoding benchmark."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +19,18 @@ from .decode_floors import DecodeFloors
 from .decode_launches import compare_launches, compare_split
 from .decode_models import RandomPair, follow
 from .decode_parts import time_parts
-from .decode_report import ALL, DecodeBenchmark, Row, Stock
+from .decode_report import (
+    ALL,
+    DecodeBenchmark,
+    Row,
+    Stock,
+    head_lines,
+    launch_line,
+    mean_lines,
+    part_lines,
+    row_line,
+    split_line,
+)
 from .decode_script import Script, scripted
 from .decode_traces import Trace, load_acceptance
 from .rows import ABLATIONS, AUTOREGRESSIVE, SYSTEMS, BenchRow, parse_rows
@@ -65,32 +76,50 @@ class Plan:
         return sorted(rows, key=lambda row: (not row.is_default, row.gdn_backend))
 
 
-def run_benchmark(pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwidth: float | None) -> DecodeBenchmark:
+def run_benchmark(
+    pair: RandomPair, traces: Sequence[Trace], plan: Plan, bandwidth: float | None, say: Callable[[str], None] = print
+) -> DecodeBenchmark:
     """Time everything of the plan.
 
     Args:
         pair: of `decode_models.build`. traces: one per category. bandwidth: bytes per second for the floors.
+        say: gets every line for people once its numbers are there: a run that is stopped has said what it knew.
     """
-    prompt = pair.text(plan.context)
+    prompt, block = pair.text(plan.context), pair.drafter.config.block_size
     floors = DecodeFloors(pair.target, pair.drafter, pair.routing.distinct if pair.routing else {}, plan.context)
+    report = DecodeBenchmark(floors.to_dict(sorted({1, *plan.lengths, block}), bandwidth))
     drafting = plan.rows()
     requests = plan.repeats * (len(drafting) * len(traces) + ("ar" in plan.modes))
+    # one script for all traces, because graphs are captured with it
+    script = Script(traces[0], pair.successor, block - 1)
     with tqdm(total=requests + len(STOCK) * ("stock" in plan.modes), desc="decode", unit="request") as bar:
-        stock = [time_stock(pair, prompt, name, bar) for name in STOCK] if "stock" in plan.modes else []
-        rows = [time_requests(pair, prompt, BenchRow(AUTOREGRESSIVE), None, plan, bar)] if "ar" in plan.modes else []
-        # one script for all traces, because graphs are captured with it
-        script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1) if drafting else None
-        for row in drafting:
-            for trace in traces:
-                warm = trace is not traces[0]
-                rows.append(time_requests(pair, prompt, row, trace, plan, bar, script=script, warm=warm))
-    parts = time_parts(pair, prompt, plan.lengths, floors, bandwidth)
+        if "stock" in plan.modes:
+            report.stock += [time_stock(pair, prompt, name, bar) for name in STOCK]
+        say_all(say, head_lines(report))
+        wanted: list[tuple[BenchRow, Trace | None]] = [(row, trace) for row in drafting for trace in traces]
+        if "ar" in plan.modes:
+            wanted.insert(0, (BenchRow(AUTOREGRESSIVE), None))
+        for row, trace in wanted:
+            report.rows.append(time_requests(pair, prompt, row, trace, plan, bar, script, warm=trace in traces[1:]))
+            say(row_line(report, report.rows[-1]))
+    say_all(say, mean_lines(report))
+    report.parts += time_parts(pair, prompt, plan.lengths, floors, bandwidth)
+    say_all(say, part_lines(report.parts))
     release(pair.target)
-    script = Script(traces[0], pair.successor, pair.drafter.config.block_size - 1)
-    launches = compare_launches(pair, prompt, script, plan.new_tokens) if "launches" in plan.modes else []
-    split = compare_split(pair, prompt, script, SPLIT_ROUNDS) if "split" in plan.modes else None
-    table = floors.to_dict(sorted({1, *plan.lengths, traces[0].block}), bandwidth)
-    return DecodeBenchmark(rows, stock, parts, table, launches, split)
+    script.load(traces[0])
+    if "split" in plan.modes:
+        report.split = compare_split(pair, prompt, script, SPLIT_ROUNDS)
+        say(split_line(report.split))
+    for way in compare_launches(pair, prompt, script, plan.new_tokens) if "launches" in plan.modes else ():
+        report.launches.append(way)
+        say(launch_line(way))
+    return report
+
+
+def say_all(say: Callable[[str], None], lines: Iterable[str]) -> None:
+    """Say one line after the other."""
+    for line in lines:
+        say(line)
 
 
 def request(prompt: Tensor, new_tokens: int) -> dict[str, Any]:
@@ -117,24 +146,25 @@ def time_requests(
     trace: Trace | None,
     plan: Plan,
     bar: Any,
+    script: Script,
     *,
-    script: Script | None = None,
-    warm: bool = False,
+    warm: bool,
 ) -> Row:
     """Decode the prompt as one row does `repeats` times, by a script that starts anew each time.
 
     Args:
+        trace: None for AR, which drafts nothing.
         warm: the row ran before; otherwise a request goes ahead that does not count.
     """
     wanted = follow(pair.successor, prompt[0, -1:], plan.new_tokens + 1)[1:]
     bar.set_postfix_str(f"{trace.name if trace else ''} {row.name}")
     runs, right = [], True
     scope: AbstractContextManager[None] = nullcontext()
-    if script is not None:
+    if trace is not None:
         scope = scripted(pair.target, pair.drafter, script)
     with scope:
         for _ in range(plan.repeats + (not warm)):
-            if script is not None and trace is not None:
+            if trace is not None:
                 script.load(trace)
             out = pair.target.generate(**request(prompt, plan.new_tokens), **options(pair, row))
             right = right and torch.equal(out.sequences[0, plan.context :], wanted)

@@ -15,6 +15,7 @@ from hybridspec_kernels import (
     attention_splits,
     attention_store,
     attention_verify,
+    embed_rms_norm,
     has_kernels,
     head_draft,
     linear,
@@ -47,7 +48,6 @@ class KernelDrafter(BlockDrafter):
         def buffer(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self.tokens = torch.full((W,), config.mask_token_id or 0, device=device)  # [W] anchor, then masks
         self.residual, self.hidden = buffer(W, config.hidden_size), buffer(W, config.hidden_size)
         # sums in parts, of whatever narrow layer ran last
         self.parts = buffer(MAX_PARTS * W * config.hidden_size, dtype=torch.float32)
@@ -91,11 +91,15 @@ class KernelDrafter(BlockDrafter):
 
     def propose(self, anchor: Tensor, length: Tensor, draft: Draft) -> None:
         """Draft the D tokens after `anchor` `[1]` at position `length` `[1]`, see `Drafter.propose`."""
-        self.tokens[:1].copy_(anchor)
         residual, hidden, delta = self.residual, self.hidden, None
-        torch.index_select(self.embed_tokens.weight, 0, self.tokens, out=residual)
+        norm = self.drafter.layers[0].input_layernorm
+        embed_rms_norm(
+            anchor, self.embed_tokens.weight, norm.weight, residual, hidden,
+            eps=norm.eps, zero_centered=False, filler=self.drafter.config.mask_token_id, overlap=True,
+        )  # fmt: skip
         for i, layer in enumerate(self.drafter.layers):
-            self.norm(layer.input_layernorm, residual, delta, hidden)
+            if delta is not None:
+                self.norm(layer.input_layernorm, residual, delta, hidden)
             self.norm(
                 layer.post_attention_layernorm, residual, self.attend(i, layer.self_attn, hidden, length), hidden
             )

@@ -23,6 +23,7 @@ from hybridspec_kernels import (
     add_rms_norm,
     attention_splits,
     attention_verify,
+    embed_rms_norm,
     gated_linear,
     head_argmax,
     linear,
@@ -123,8 +124,11 @@ class KernelTarget:
         """Layer 0 up to its router, see `Target.stage0`."""
         u, layer = len(tokens), self.split.layers[0]
         residual, hidden = boundary.residual[:u], boundary.hidden[:u]
-        torch.index_select(self.split.embed_tokens.weight, 0, tokens, out=residual)
-        self.norm(layer.input_layernorm, residual, None, self.hidden[:u])
+        norm = layer.input_layernorm
+        embed_rms_norm(
+            tokens, self.split.embed_tokens.weight, norm.weight, residual, self.hidden[:u],
+            eps=norm.eps, zero_centered=True, overlap=True,
+        )  # fmt: skip
         self.norm(layer.post_attention_layernorm, residual, self.mix_tokens(0, self.hidden[:u]), hidden)
         if self.top_k:
             front = self.boundary_front[:u]

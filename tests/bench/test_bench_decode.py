@@ -14,9 +14,18 @@ from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.state import Draft
 from hybridspec_hf.bench import decode_record
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
-from hybridspec_hf.bench.decode_launches import compare_launches, compare_split
+from hybridspec_hf.bench.decode_launches import BusyThread, compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
-from hybridspec_hf.bench.decode_report import DecodeBenchmark, Launches, Row, Split, decode_lines
+from hybridspec_hf.bench.decode_report import (
+    DecodeBenchmark,
+    Launches,
+    Row,
+    Split,
+    head_lines,
+    launch_line,
+    row_line,
+    split_line,
+)
 from hybridspec_hf.bench.decode_routing import (
     bisect_strength,
     distinct_curve,
@@ -314,13 +323,13 @@ def test_ratios_are_means_of_the_categories_ratios():
 
     rows = [row("ar", "all", 100.0), row("full", "math", 200.0), row("full", "rag", 100.0),
             row("hybridspec", "math", 300.0), row("hybridspec", "rag", 200.0)]  # fmt: skip
-    report = DecodeBenchmark(rows, [], [], {"bandwidth": None})
+    report = DecodeBenchmark({"bandwidth": None}, rows=rows)
     ar, full, ours = report.summaries()
     assert ar["vs_ar"] is None and full["vs_ar"] == 1.5
     assert ours["vs_ar"] == 2.5 and ours["vs_full"] == 1.75
-    assert report.passed and "scripted acceptance, random weights" in next(decode_lines(report))
-    wrong = DecodeBenchmark([*rows, replace(rows[0], known_text=False)], [], [], {"bandwidth": None})
-    assert not wrong.passed and any("WRONG" in line for line in decode_lines(wrong))
+    assert report.passed and "scripted acceptance, random weights" in next(head_lines(report))
+    wrong = DecodeBenchmark({"bandwidth": None}, rows=[*rows, replace(rows[0], known_text=False)])
+    assert not wrong.passed and "WRONG" in row_line(wrong, wrong.rows[-1]) and "WRONG" not in row_line(wrong, rows[0])
 
 
 def load_script():
@@ -363,19 +372,28 @@ def test_bad_arguments_are_refused(monkeypatch, capsys):
 
 def test_ways_to_launch_are_told_and_counted():
     way = Launches("parent graph", True, 4.5, 9.0, 1 << 30, True)
-    report = DecodeBenchmark([], [], [], {"bandwidth": None}, [way], Split(3100, True, 5.3, 5.2))
-    lines = list(decode_lines(report))
-    assert (
+    report = DecodeBenchmark({"bandwidth": None}, launches=[way], split=Split(3100, True, 5.3, 5.2))
+    assert launch_line(way) == (
         "HybridSpec, parent graph, beside a busy Python thread: 4.500 ms a round; capture 9.0 s; 1024 MiB of the GPU"
-        in lines
     )
-    assert any("unsplit 5.200 ms, over 3100 rounds: tokens, acceptance and rounds the same" in line for line in lines)
+    line = split_line(Split(3100, True, 5.3, 5.2))
+    assert "unsplit 5.200 ms, over 3100 rounds: tokens, acceptance and rounds the same" in line
     assert report.passed and report.to_dict()["split"]["rounds"] == 3100
     for wrong in (
         replace(report, launches=[replace(way, known_text=False)]),
         replace(report, split=Split(9, False, 1, 1)),
     ):
         assert not wrong.passed
+
+
+def test_the_busy_thread_runs_from_the_first_token_to_the_end():
+    with BusyThread() as busy:
+        busy.put(torch.tensor([[1, 2, 3]]))
+        assert not busy.thread.is_alive()
+        busy.put(torch.tensor([4]))
+        assert busy.thread.is_alive()
+        busy.end()
+    assert not busy.thread.is_alive()
 
 
 def test_graphs_are_compared_on_a_gpu_only(monkeypatch, capsys):

@@ -28,6 +28,7 @@ from .moe.combine import moe_combine_norm, moe_combine_norm_ref
 from .moe.experts import ExpertWeights, moe_experts, moe_experts_ref
 from .moe.route import ExpertSlots, Routing, moe_route, moe_route_ref, moe_slots_ref
 from .norm.add_rms import add_rms_norm, add_rms_norm_ref
+from .norm.embed import embed_rms_norm, embed_rms_norm_ref
 from .selection.acceptance import conditional_acceptance_ref, prefix_probabilities_ref
 from .selection.correct import correct_length, correct_length_ref, new_experts_ref
 from .selection.limit import fix_length, fix_length_ref, limit_length_ref
@@ -64,6 +65,8 @@ __all__ = [
     "conv_verify_ref",
     "correct_length",
     "correct_length_ref",
+    "embed_rms_norm",
+    "embed_rms_norm_ref",
     "fix_length",
     "fix_length_ref",
     "gated_linear",

@@ -80,21 +80,38 @@ def _gdn_project_kernel(
     m_n, m_t = o_n < count, o_t < W
     p_w = weight + tl.load(row + offset + o_n, mask=m_n, other=0).to(tl.int64)[:, None] * D + o_d[None, :]
     p_h = hidden + o_t[:, None] * D + o_d[None, :]
+    # of q | k | v only
+    m_c = i_n * BN + tl.arange(0, BN) < C
+    weights = load_taps(conv_weight + o_n, m_c, C, TAPS)
     start_next(USE_PDL)
     await_previous(USE_PDL)
+    # tap i of token t is the window's row t + i, if there is one: else the block's token t + i - (TAPS - 1)
+    window = ()
+    for i in tl.static_range(TAPS - 1):
+        p_x, m_x = rows + (o_t + i)[:, None] * C + o_n[None, :], (o_t < TAPS - 1 - i)[:, None] & m_c[None, :]
+        window = window + (tl.load(p_x, mask=m_x, other=0.0),)  # type: ignore[assignment]
     acc = tl.zeros((16, BN), tl.float32)
     for i_d in range(0, D, BD):
         b_h = tl.load(p_h + i_d, mask=m_t[:, None] & (o_d < D - i_d)[None, :], other=0.0)
         b_w = tl.load(p_w + i_d, mask=m_n[:, None] & (o_d < D - i_d)[None, :], other=0.0)
         acc += input_dot(b_h, tl.trans(b_w), PRECISION)
     m_o = m_t[:, None] & m_n[None, :]
-    tl.store(out + o_t[:, None] * count + o_n[None, :], acc.to(out.dtype.element_ty), mask=m_o)
+    b_x = acc.to(out.dtype.element_ty)
+    tl.store(out + o_t[:, None] * count + o_n[None, :], b_x, mask=m_o)
     if i_n < NC:
-        # back through memory, because a token needs the rows of the tokens before it; all of them are this program's
-        tl.debug_barrier()
-        taps = load_taps(rows + o_t[:, None] * C + o_n[None, :], m_o, C, TAPS)
-        weights = load_taps(conv_weight + o_n, m_n, C, TAPS)
+        taps = with_block(window, b_x, o_t, BN, TAPS)
         tl.store(x + o_t[:, None] * C + o_n[None, :], convolve(taps, as_rows(weights, TAPS), TAPS), mask=m_o)
+
+
+@jit
+def with_block(window, b_x, o_t, BN: tl.constexpr, TAPS: tl.constexpr):
+    """The taps of every token `[16, BN]`: the window's rows, and the block's where the window has none."""
+    taps = ()
+    for i in tl.static_range(TAPS - 1):
+        source = o_t + i - (TAPS - 1)
+        b_b = tl.gather(b_x, tl.broadcast_to(tl.maximum(source, 0)[:, None], (16, BN)), 0)
+        taps = taps + (tl.where((source < 0)[:, None], window[i], b_b),)  # type: ignore[assignment]
+    return taps + (b_x,)
 
 
 @jit

@@ -52,8 +52,9 @@ def moe_experts_ref(
 
 @partial(jit, do_not_specialize=["W", "SLOTS"])
 def _moe_experts_kernel(
-    hidden, gate_up, down, shared_down, front, slot_expert, slot_weight, slot_count, slot_ready, act, outputs, W,
-    SLOTS, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MA: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
+    hidden, gate_up, down, shared_down, front, slot_expert, slot_weight, slot_count, slot_ready, act, outputs,
+    W, SLOTS,
+    D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MA: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
     BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip

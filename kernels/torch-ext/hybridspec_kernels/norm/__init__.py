@@ -1,1 +1,1 @@
-"""Root-mean-square norms with the residual stream's addition."""
+"""Root-mean-square norms with what precedes them: the embedding, or the residual stream's addition."""
