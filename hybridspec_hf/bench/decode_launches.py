@@ -2,18 +2,18 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.policies import FixedLength
 from hybridspec_generation.round import Round
 
+from .. import strategy
 from ..calibration.capture import open_round
 from ..engine import release
 from ..graphs.rounds import GraphedRounds
@@ -40,24 +40,23 @@ def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_token
         held = free - torch.cuda.mem_get_info()[0]
         for busy in (False, True):
             tokens = FEW_TOKENS if busy and graphs == LAUNCHED_SINGLY else new_tokens
-            with BusyThread() if busy else nullcontext() as streamer:
-                report, right = request(pair, prompt, script, tokens, config, streamer)
+            with busy_while_decoding() if busy else nullcontext():
+                report, right = request(pair, prompt, script, tokens, config)
             ms = 1e3 * report.decode_seconds / report.rounds
             yield Launches(report.launches, busy, ms, first.capture_seconds, held, known and right)
     release(pair.target)
 
 
 def request(
-    pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int, config: HybridSpecConfig,
-    streamer: BaseStreamer | None = None,
-) -> tuple[Any, bool]:  # fmt: skip
+    pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int, config: HybridSpecConfig
+) -> tuple[Any, bool]:
     """One scripted request: its report, and whether it wrote the known text."""
     script.reset()
     with scripted(pair.target, pair.drafter, script):
         out = pair.target.generate(
             input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new_tokens,
             assistant_model=pair.drafter, generation_mode="hybridspec", hybridspec_config=config,
-            return_dict_in_generate=True, streamer=streamer,
+            return_dict_in_generate=True,
         )  # fmt: skip
     wanted = follow(pair.successor, prompt[0, -1:], new_tokens + 1)[1:]
     return out.report, torch.equal(out.sequences[0, prompt.shape[1] :], wanted)
@@ -99,37 +98,39 @@ def scripted_round(pair: RandomPair, prompt: Tensor, script: Script, budget: int
     return replace(r, target=target, drafter=ScriptedDrafter(r.drafter, script), policy=FixedLength(SPLIT_LENGTH))
 
 
-class BusyThread(BaseStreamer):
-    """A second Python thread that computes, and so wants the interpreter's lock all the time, while a request decodes.
+@contextmanager
+def busy_while_decoding() -> Iterator[None]:
+    """Within the block, a second Python thread computes while requests decode, and so wants the interpreter's lock.
 
-    Not while its prompt is processed, whose thousands of operations would each wait for the lock.
+    Not while their prompts are processed, whose thousands of operations would each wait for the lock.
     """
+    run_rounds = strategy.run_rounds
 
-    def __init__(self) -> None:
-        self.thread = threading.Thread(target=self.compute, daemon=True)
-        self.stop = threading.Event()
-        self.parts = 0
+    def beside_a_thread(*arguments: Any) -> None:
+        with busy_thread():
+            run_rounds(*arguments)
 
-    def compute(self) -> None:
-        """Sum numbers."""
+    strategy.run_rounds = beside_a_thread  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        strategy.run_rounds = run_rounds
+
+
+@contextmanager
+def busy_thread() -> Iterator[threading.Thread]:
+    """A second Python thread that computes all the time."""
+    stop = threading.Event()
+
+    def compute() -> None:
         total = 0
-        while not self.stop.is_set():
+        while not stop.is_set():
             total += sum(range(100))
 
-    def put(self, value: Tensor) -> None:
-        """The prompt comes first, and then the tokens."""
-        self.parts += 1
-        if self.parts == 2:
-            self.thread.start()
-
-    def end(self) -> None:
-        """The request is over."""
-        self.stop.set()
-
-    def __enter__(self) -> "BusyThread":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        if self.parts >= 2:
-            self.thread.join()
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        thread.join()

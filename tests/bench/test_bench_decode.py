@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from torch.utils._device import _device_constructors
 
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.state import Draft
+from hybridspec_hf import strategy
 from hybridspec_hf.bench import decode_record
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
-from hybridspec_hf.bench.decode_launches import BusyThread, compare_launches, compare_split
+from hybridspec_hf.bench.decode_launches import busy_while_decoding, compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
 from hybridspec_hf.bench.decode_report import (
     DecodeBenchmark,
@@ -42,6 +44,7 @@ from hybridspec_hf.bench.decode_shapes import FAMILIES, SHAPES, Shape, drafter_c
 from hybridspec_hf.bench.decode_traces import PAPER_AL, RECORDED, load_acceptance, load_trace, recorded_rounds
 from hybridspec_hf.drafters.dflash import DFlashDrafter
 from hybridspec_hf.engine import get_engine
+from hybridspec_hf.prefill import prefill
 from hybridspec_hf.validation import check_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -386,14 +389,20 @@ def test_ways_to_launch_are_told_and_counted():
         assert not wrong.passed
 
 
-def test_the_busy_thread_runs_from_the_first_token_to_the_end():
-    with BusyThread() as busy:
-        busy.put(torch.tensor([[1, 2, 3]]))
-        assert not busy.thread.is_alive()
-        busy.put(torch.tensor([4]))
-        assert busy.thread.is_alive()
-        busy.end()
-    assert not busy.thread.is_alive()
+def test_a_thread_is_busy_while_a_request_decodes(pair, monkeypatch):
+    alive, run_rounds = [], strategy.run_rounds
+
+    def watched(*arguments):
+        alive.append(threading.active_count())
+        return run_rounds(*arguments)
+
+    monkeypatch.setattr(strategy, "run_rounds", watched)
+    monkeypatch.setattr(strategy, "prefill", lambda *a: alive.append(threading.active_count()) or prefill(*a))
+    before = threading.active_count()
+    with busy_while_decoding():
+        generate(pair, pair.text(8), 8, "full")
+    assert alive == [before, before + 1] and threading.active_count() == before
+    assert strategy.run_rounds is watched
 
 
 def test_graphs_are_compared_on_a_gpu_only(monkeypatch, capsys):
