@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ImportError, OSError, ValueError) as error:
+    # RuntimeError: no memory, no such device
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"hybridspec {args.command}: {error}", file=sys.stderr)
         return 2
 

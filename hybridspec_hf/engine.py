@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ class Engine:
     drafter_dtype: tuple[torch.dtype, torch.device] | None
     costs: dict[str, CostTable] = field(default_factory=dict)
     _idle: Buffers | None = None
-    _identity: tuple[tuple[int, ...], PairIdentity] | None = None
+    _identity: tuple[tuple[tuple[int, ...], tuple[int, ...]], PairIdentity] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def borrow(self, drafter: DFlashDrafter | None, tokens: int, gdn_backend: str = "block", eos: int = 0) -> Buffers:
@@ -141,10 +142,12 @@ class Engine:
             ) from error
 
     def identity(self, drafter: DFlashDrafter) -> PairIdentity:
-        """Which pair this is; looked at once, while the weights stay where they are."""
-        weights = addresses(self.target, drafter)
+        """Which pair this is; looked at once, while nobody moves or writes the weights. Another's costs go."""
+        weights = addresses(self.target, drafter), versions(self.target, drafter)
         if self._identity is None or self._identity[0] != weights:
-            self._identity = weights, identify(self.target, drafter)
+            before, self._identity = self._identity, (weights, identify(self.target, drafter))
+            if before is not None and before[1] != self._identity[1]:
+                self.costs.clear()
         return self._identity[1]
 
     def new_state(self, block: int, eos: int = 0) -> RoundState:
@@ -240,14 +243,20 @@ def sizes(target: SplitTarget) -> tuple[Any, ...]:
 
 def addresses(target: SplitTarget, drafter: DFlashDrafter | None) -> tuple[int, ...]:
     """Where the pair's weights are: captured graphs read them there."""
-    modules = [
-        target.embed_tokens,
-        target.lm_head,
-        target.norm,
-        *target.layers,
-        *([] if drafter is None else [drafter]),
-    ]
-    return tuple(parameter.data_ptr() for module in modules for parameter in module.parameters())
+    return tuple(parameter.data_ptr() for parameter in parameters(target, drafter))
+
+
+def versions(target: SplitTarget, drafter: DFlashDrafter | None) -> tuple[int, ...]:
+    """How often each of the pair's weights was written in place."""
+    # of inference tensors torch does not count it
+    return tuple(0 if weight.is_inference() else weight._version for weight in parameters(target, drafter))
+
+
+def parameters(target: SplitTarget, drafter: DFlashDrafter | None) -> Iterator[nn.Parameter]:
+    """The weights of the pair."""
+    modules = [target.embed_tokens, target.lm_head, target.norm, *target.layers]
+    for module in modules if drafter is None else [*modules, drafter]:
+        yield from module.parameters()
 
 
 class _Engines:

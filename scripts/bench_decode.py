@@ -60,6 +60,10 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {value} is too small.")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.absolute().parent}.")
+    if args.json and args.json.is_dir():
+        parser.error(f"--json {args.json} is a folder: name a file.")
+    # each once, in order
+    args.categories = list(dict.fromkeys(args.categories))
     on_gpu = args.device == "cuda"
     if not on_gpu and set(args.modes) & set(MORE_MODES):
         parser.error(f"the modes {' and '.join(MORE_MODES)} compare CUDA graphs: they need --device cuda.")
@@ -82,15 +86,17 @@ def main() -> int:
     from hybridspec_hf.bench.decode_report import routing_lines
     from hybridspec_hf.bench.decode_run import Plan, run_benchmark
     from hybridspec_hf.bench.decode_shapes import SHAPES as SIZES
+    from hybridspec_hf.bench.decode_shapes import drafter_config
     from hybridspec_hf.bench.decode_traces import load_trace
     from hybridspec_hf.bench.gdn_floors import copy_bandwidth
     from hybridspec_hf.bench.machine import describe, provenance
+    from hybridspec_hf.bench.rows import check_block
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda needs an NVIDIA GPU that torch finds. Without one: --shape tiny --device cpu.")
     plan = Plan(args.modes, args.policies, args.lengths, args.context, args.new_tokens, args.repeats)
     try:
-        plan.rows()
+        check_block(plan.rows(), None, drafter_config(SIZES[args.shape]).block_size)
     except ValueError as error:
         sys.exit(f"--policies: {error}")
     torch.set_grad_enabled(False)
@@ -125,9 +131,9 @@ def main() -> int:
         },
     }  # fmt: skip
     text = json.dumps({**provenance(), **setup, **report.to_dict()})
+    print(text, flush=True)
     if args.json:
         args.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
     return int(not report.passed)
 
 

@@ -1,5 +1,6 @@
 """`hybridspec bench` on a random pair: its figures, its files, exactness that can fail, and every refusal."""
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,12 @@ import torch
 from support.tiny_models import tiny_drafter, tiny_target
 from test_cli import EOS_ID, character_tokenizer
 
+from hybridspec_generation import CostTable, HybridSpecConfig
 from hybridspec_hf.bench import pair_run
 from hybridspec_hf.bench.pair_prompts import BenchPrompt
 from hybridspec_hf.bench.pair_report import summarise
 from hybridspec_hf.bench.pair_run import Recording, Request, in_turn, shared_copy
+from hybridspec_hf.bench.pair_tables import bench_lines
 from hybridspec_hf.bench.rows import parse_rows
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import bench
@@ -56,7 +59,7 @@ def test_every_row_on_every_prompt(
     cells = {(cell["row"], cell["category"]): cell for cell in result["cells"]}
     assert len(cells) == 4 * 3 and result["identical"] is True and result["divergences"] == {}
     for (row, category), cell in cells.items():
-        assert cell["identical"] == cell["prompts"] == {"math": 2, "writing": 1, "average": 3}[category]
+        assert cell["identical"] == cell["prompts"] == {"math": 2, "writing": 1, None: 3}[category]
         assert cell["rounds"] == sum(cell["lengths"].values()) and len(cell["speedups"]) == 2
         assert cell["speedup"] == pytest.approx(1.0) if row == "ar" else cell["speedup"] > 0
     assert cells["ar", "math"]["acceptance_length"] == cells["ar", "math"]["mean_verify_length"] == 1
@@ -86,7 +89,7 @@ def test_ablations_and_plots(pair_folder: Path, tmp_path: Path) -> None:
 
 
 def average_of(result: dict[str, Any], row: str) -> dict[str, Any]:
-    return next(cell for cell in result["cells"] if (cell["row"], cell["category"]) == (row, "average"))
+    return next(cell for cell in result["cells"] if (cell["row"], cell["category"]) == (row, None))
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
@@ -174,14 +177,83 @@ def test_backends_keep_their_buffers_side_by_side() -> None:
     ([], "Nothing to do"),
     (["--target", "x"], "--target and --drafter belong together"),
     (["--target", "x", "--drafter", "y", "--repeats", "0"], "--repeats must be at least 1"),
-    (["--target", "x", "--drafter", "y", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+    (["--target", "x", "--drafter", "y", "--max-new-tokens", "1"], "--max-new-tokens must be at least 2, got 1"),
     (["--analyze", "nowhere"], "No capture.jsonl in nowhere"),
+    (["--target", "x", "--drafter", "y", "--analyze", "nowhere"], "No capture.jsonl in nowhere"),
 ])  # fmt: skip
 def test_bad_calls_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["bench", *arguments, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("loaded before everything was checked")
+
+    monkeypatch.setattr(bench.AutoModelForCausalLM, "from_pretrained", load)
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(
+    pair_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert run_bench(pair_folder, output) == 2
+        assert f"--output {output} cannot be written to" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_results_are_printed_before_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FileNotFoundError):
+        bench.write(tmp_path / "gone", "bench", ["figures of an hour"], {})
+    assert "figures of an hour" in capsys.readouterr().out
+
+
+def test_lengths_and_tables_of_another_block_are_refused_before_loading(
+    pair_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    assert run_bench(pair_folder, tmp_path, "--policies", "hybridspec", "static:40") == 2
+    assert "policy='static:40' verifies 40 tokens, but the drafter's block has" in capsys.readouterr().err
+    cost = CostTable(target_cost=(0.0,) * 41, fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0)
+    HybridSpecConfig(cost=cost).save_pretrained(tmp_path / "config")
+    assert run_bench(pair_folder, tmp_path, "--config", str(tmp_path / "config")) == 2
+    assert "The cost table of the config is for a block of 40 tokens" in capsys.readouterr().err
+
+
+def test_a_damaged_capture_beside_the_config_is_a_note_and_old_files_go(
+    pair_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "can_plot", lambda: False)
+    HybridSpecConfig().save_pretrained(tmp_path / "config")
+    (tmp_path / "config" / "capture.jsonl").write_text("nonsense\n")
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in (*bench.BENCH_FILES, *bench.ANALYSIS_FILES, "mine.txt"):
+        (output / name).write_text("old")
+    options = ("--config", str(tmp_path / "config"), "--policies", "full", "--limit", "1", "--repeats", "1")
+    assert run_bench(pair_folder, output, *options) == 0
+    printed = capsys.readouterr().out
+    if importlib.util.find_spec("sklearn"):
+        assert "No analysis of the captured rounds beside --config:" in printed and "is damaged" in printed
+    assert sorted(path.name for path in output.iterdir()) == ["bench.json", "bench.md", "mine.txt"]
+    assert "old" not in ((output / "bench.json").read_text(), (output / "bench.md").read_text())
+
+
+def test_categories_may_have_any_name() -> None:
+    prompts = [BenchPrompt(str(i), name, torch.ones(1, 2)) for i, name in enumerate(("average", "a|b\nc"))]
+    recording = Recording([
+        Request(row, i, 0, 10, 5, seconds, {2: 5}, True)
+        for row, times in (("ar", (4.0, 4.0)), ("full", (1.0, 2.0))) for i, seconds in enumerate(times)
+    ], ran={"ar": "", "full": ""}, notes={"ar": [], "full": []})  # fmt: skip
+    report = summarise(recording, prompts, parse_rows(["full"]))
+    assert report.categories == ["average", "a|b\nc"]
+    assert (report.cell("full", "average").speedup, report.cell("full").speedup) == (4.0, 3.0)
+    lines = "\n".join(bench_lines(report)).splitlines()
+    header, rule, *rows = [line.replace("\\|", "") for line in lines if line.startswith("|")][:4]
+    assert len({line.count("|") for line in (header, rule, *rows)}) == 1 and "a\\|b c AL" in "\n".join(lines)
 
 
 def test_unknown_row_is_refused_by_the_parser(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

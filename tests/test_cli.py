@@ -172,6 +172,41 @@ def test_demo_refuses_a_bad_argument_before_loading(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--threads", "0"], "must be a whole number from 1, got '0'"),
+        (["--threads", "two"], "must be a whole number from 1, got 'two'"),
+        (["--max-new-tokens", "-1"], "must be a whole number from 1"),
+        (["--dtype", "float31"], "invalid choice: 'float31'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "calibrate", "demo"])
+def test_bad_arguments_are_refused_before_loading(
+    capsys: pytest.CaptureFixture[str], command: str, arguments: list[str], message: str
+) -> None:
+    needed = {
+        "generate": ["--target", "a", "--prompt", "b"],
+        "calibrate": ["--target", "a", "--drafter", "b", "--prompts", "c", "--output", "d"],
+        "demo": [],
+    }
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, *needed[command], *arguments])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_engine_is_a_message_and_no_traceback(
+    pair_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("HybridSpec could not allocate its static cache.")
+
+    monkeypatch.setattr(demo, "compare", refuse)
+    assert run_demo(pair_folder) == 2
+    assert capsys.readouterr().err == "hybridspec demo: HybridSpec could not allocate its static cache.\n"
+
+
 def test_missing_pair_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--pair", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hybridspec demo: ")

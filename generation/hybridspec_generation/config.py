@@ -156,7 +156,8 @@ class HybridSpecConfig:
 
         Raises:
             FileNotFoundError: if there is no such folder or repository, or a file is missing in it.
-            ValueError: if a newer version wrote it, or a file is damaged.
+            OSError: if a file cannot be read.
+            ValueError: if `name` is a file, a newer version wrote it, or a file is damaged or of another calibration.
         """
         return cls.from_dict(read_folder(find_folder(name, revision=revision, token=token)))
 
@@ -169,7 +170,7 @@ class HybridSpecConfig:
         token: str | bool | None = None,
         revision: str | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes; the repository is created if it is missing.
+        """Upload what `save_pretrained` writes; the repository and the branch are created if they are missing.
 
         Args:
             repo_id, commit_message, private, token, revision: as in transformers' `push_to_hub`.

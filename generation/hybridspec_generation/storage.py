@@ -1,15 +1,17 @@
 """A config's JSON types <-> a folder or a Hub repository: one small JSON, and its long tables as safetensors."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 CONFIG_NAME, TABLES_NAME = "hybridspec_config.json", "hybridspec_tables.safetensors"
@@ -23,30 +25,50 @@ def write_folder(folder: str | Path, values: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tables: dict[str, Tensor] = {}
     rest = split(values, "", tables)
-    # each replaces the old file in one step, so that an interrupted call leaves no half of one
+    rest |= {"format": FORMAT, "tables": sorted(tables)}
     if tables:
-        save_file(tables, folder / f"{TABLES_NAME}.part", metadata={"format": "pt"})
-        os.replace(folder / f"{TABLES_NAME}.part", folder / TABLES_NAME)
-    text = json.dumps({"format": FORMAT, **rest, "tables": sorted(tables)}, indent=2)
-    (folder / f"{CONFIG_NAME}.part").write_text(text + "\n", encoding="utf-8")
-    os.replace(folder / f"{CONFIG_NAME}.part", folder / CONFIG_NAME)
+        data = save(tables, metadata={"format": "pt"})
+        # an interrupted call leaves two files that do not belong together: reading says so
+        rest["tables_hash"] = short_hash(data)
+        replace_file(folder / TABLES_NAME, data)
+    replace_file(folder / CONFIG_NAME, (json.dumps(rest, indent=2) + "\n").encode())
     if not tables:
         (folder / TABLES_NAME).unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file in one step: who reads it meanwhile, or after an interruption, finds the old or the new content.
+
+    Raises:
+        OSError: if it cannot be written; nothing half-written stays.
+    """
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def short_hash(data: bytes) -> str:
+    """16 hexadecimal digits that tell one file from another."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """Inverse of `write_folder`; a JSON file of an older version, with the tables in it, does too.
 
     Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a newer version wrote it, or a file is damaged.
+        FileNotFoundError: if a file is missing. OSError: if it cannot be read.
+        ValueError: if a newer version wrote it, a file is damaged, or the two do not belong together.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"No {CONFIG_NAME} in {folder}. Save one with HybridSpecConfig.save_pretrained.")
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        values: Any = json.loads(read_bytes(path))
+    # nested too deeply, too
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}). Calibrate again.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object, but {type(values).__name__}. Calibrate again.")
@@ -58,26 +80,47 @@ def read_folder(folder: Path) -> dict[str, Any]:
             f"{path} has format {found!r}, this version of hybridspec_hf reads {FORMAT}. "
             "Update hybridspec_hf, or calibrate again."
         )
-    join(values, read_tables(folder / TABLES_NAME, values.pop("tables", [])))
+    names, written = values.pop("tables", []), values.pop("tables_hash", None)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path} needs a list of names as its tables, got {names!r}. Calibrate again.")
+    join(values, read_tables(folder / TABLES_NAME, names, written))
     return values
 
 
-def read_tables(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """The named tables of a file; without names there is none."""
+def read_bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        OSError: naming the file.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error}).") from error
+
+
+def read_tables(path: Path, names: list[str], written: str | None) -> dict[str, Tensor]:
+    """The named tables of a file, whose hash was `written` (None: by an older version); without names none."""
     if not names:
         return {}
     if not path.is_file():
         raise FileNotFoundError(
             f"No {path.name} in {path.parent}, but {CONFIG_NAME} there refers to its tables. Copy both files."
         )
+    data = read_bytes(path)
     try:
-        tables = load_file(path)
-    except (SafetensorError, OSError) as error:
+        tables = load(data)
+    except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}). Calibrate again.") from error
     if sorted(tables) != sorted(names):
         raise ValueError(
             f"{path} holds the tables {sorted(tables)}, but {CONFIG_NAME} beside it refers to {sorted(names)}. "
             "Copy both files from the same calibration."
+        )
+    if written not in (None, short_hash(data)):
+        raise ValueError(
+            f"{path} holds other values than those that {CONFIG_NAME} beside it was saved with. "
+            "Copy both files from the same calibration, or calibrate again."
         )
     return tables
 
@@ -118,7 +161,10 @@ def find_folder(name: str | Path, *, revision: str | None = None, token: str | b
 
     Raises:
         FileNotFoundError: if there is neither.
+        ValueError: if it is a file.
     """
+    if Path(name).is_file():
+        raise ValueError(f"{name} is a file. Pass its folder: {Path(name).parent}.")
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -143,9 +189,12 @@ def upload(
     revision: str | None,
 ) -> str:
     """What `save(folder)` writes -> a Hub repository; returns the commit's URL."""
-    from huggingface_hub import create_repo, upload_folder
+    from huggingface_hub import create_branch, create_repo, upload_folder
 
     repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    # a pull request's is there
+    if revision is not None and not revision.startswith("refs/pr"):
+        create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     with TemporaryDirectory() as folder:
         save(folder)
         message = commit_message or "Upload HybridSpecConfig"

@@ -1,9 +1,9 @@
 """The calibrated tables of the length policy, with all checks; and as the tensors that a round reads."""
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 PRIOR_TOKENS = 128.0
 
 Row = tuple[float, ...]
+# by how deep a field's tuples are nested
+NUMBERS = ("be a finite number", "be a row of finite numbers only", "hold rows of finite numbers only")
 Table = TypeVar("Table", bound="_Table")
 
 
@@ -20,9 +22,14 @@ class _Table:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value, is_text = getattr(self, f.name), f.type is str
-            if not (isinstance(value, str) if is_text else is_finite(value)):
-                kind = "be text" if is_text else "hold finite numbers only"
+            value, depth = getattr(self, f.name), depth_of(f.type)
+            if f.type is str:
+                good, kind = isinstance(value, str), "be text"
+            elif f.type is int:
+                good, kind = type(value) is int and value >= 0, "be a whole number >= 0"
+            else:
+                good, kind = is_finite(value, depth), NUMBERS[depth]
+            if not good:
                 raise ValueError(f"{type(self).__name__}.{f.name} must {kind}. Calibrate again.")
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,15 +50,21 @@ class _Table:
         return cls(**{name: _tuples(value) for name, value in values.items()})
 
 
-def is_finite(value: Any) -> bool:
-    """Whether a value is a finite number, or a tuple of such."""
-    if isinstance(value, tuple):
-        return all(is_finite(v) for v in value)
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def depth_of(kind: Any) -> int:
+    """How deep the tuples of a field's type are nested; 0 for a number."""
+    return 1 + depth_of(get_args(kind)[0]) if get_args(kind) else 0
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+def is_finite(value: Any, depth: int = 0) -> bool:
+    """Whether a value is a finite number, or with `depth` a tuple of such, or of tuples of such."""
+    if depth:
+        return isinstance(value, tuple) and all(is_finite(v, depth - 1) for v in value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _tuples(value: Any, depth: int = 2) -> Any:
+    # no table is deeper: what is stays a list, and is refused
+    return tuple(_tuples(v, depth - 1) for v in value) if depth and isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +100,8 @@ class AcceptanceTable(_Table):
             raise ValueError("confidence_knots must ascend and acceptance_knots lie in [0, 1]. Calibrate again.")
         if any(len(row) != self.num_draft_tokens for row in self.reference_rounds):
             raise ValueError(f"reference_rounds needs rows of D = {self.num_draft_tokens} values. Calibrate again.")
+        if not all(0 <= value <= 1 for row in self.reference_rounds for value in row):
+            raise ValueError("reference_rounds are probabilities, in [0, 1]. Calibrate again.")
 
     @property
     def num_draft_tokens(self) -> int:
@@ -128,11 +143,8 @@ class CostTable(_Table):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.context) is not int or self.context < 0 or self.throughput < 0:
-            raise ValueError(
-                f"context must be a whole number of tokens and throughput tokens per second, both >= 0, got "
-                f"{self.context!r} and {self.throughput!r}. Measure it again."
-            )
+        if self.throughput < 0:
+            raise ValueError(f"throughput must be tokens per second, >= 0, got {self.throughput!r}. Measure it again.")
         seconds = (*self.target_cost, self.fixed_cost, self.stage0_token_cost, self.expert_cost)
         if len(self.target_cost) < 3 or min(seconds) < 0:
             raise ValueError(

@@ -5,12 +5,10 @@ The modelled time of a round is the cost table's for its length, what Stage 0 di
 same rule judges every policy.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +22,8 @@ from hybridspec_generation.throughput import solve_throughput
 from ..calibration.acceptance import FOLDS, fit_acceptance_table, predict_acceptance, reached_positions
 from ..calibration.capture import CaptureRounds, merge_rounds
 from ..calibration.experts import fit_expert_table, routing_correlation
-from ..calibration.store import CAPTURE_NAME, CaptureStore
 from ..calibration.tables import pooled_throughput
+from .captured import check_sizes
 from .choices import Lengths, choose_lengths
 from .reliability import Reliability, reliability
 
@@ -63,6 +61,7 @@ class Analysis:
         routing_correlation: of new Layer-0 with new later experts, position means removed; None without routers.
         distinct_pairs: mean distinct (layer, expert) pairs of the first w tokens, w = 1..W.
         round_ms: the cost table's milliseconds of a round of w tokens, w = 2..W.
+        cost: the cost table. throughput: rho that the policies used, of each fold; a single one without a refit.
     """
 
     rounds: int
@@ -73,6 +72,8 @@ class Analysis:
     routing_correlation: float | None
     distinct_pairs: list[float]
     round_ms: list[float]
+    cost: CostTable
+    throughput: list[float]
 
     def policy(self, name: str) -> Modelled:
         """A policy's figures."""
@@ -83,22 +84,28 @@ class Analysis:
         fixed = [found for found in self.policies if found.policy.startswith("static:")]
         return max(fixed, key=lambda found: found.tokens_per_second)
 
+    def cost_line(self) -> str:
+        """Which cost table was used: context, rho and source."""
+        behind = f"behind {self.cost.context} tokens" if self.cost.context else "of unknown context"
+        rho = " to ".join(dict.fromkeys(f"{value:.4g}" for value in (min(self.throughput), max(self.throughput))))
+        return f"Cost table {behind}, rho {rho} tokens/s, from: {self.cost.source or 'unknown'}"
 
-def analyse(captured: Sequence[CaptureRounds], config: HybridSpecConfig, *, refit: bool = True) -> Analysis:
+
+def analyse(
+    captured: Sequence[CaptureRounds], config: HybridSpecConfig, *, refit: bool = True, context: int = 0
+) -> Analysis:
     """Judge all policies on captured rounds.
 
     Args:
-        captured: the rounds of each prompt. config: calibrated, with all tables; of several cost tables that of the
-            middle context counts.
+        captured: the rounds of each prompt. config: calibrated on the same pair, with all tables.
         refit: judge each fifth of the prompts by tables fitted to the others, because the config's were fitted to all
             of these prompts. False judges the config's own tables: for rounds of other prompts.
+        context: tokens before a typical round; the cost table of the nearest context counts. 0: not known, the first.
 
     Raises:
-        ValueError: if the config lacks a table, or there are no rounds.
+        ValueError: if the config lacks a table, there are no rounds, or they are of another block or target.
     """
-    tables = Tables.of(config)
-    if not sum(len(part.accepted) for part in captured):
-        raise ValueError("There are no rounds to analyse: every one was cut. Capture with more new tokens.")
+    tables = checked_tables(captured, config, context)
     folds = unseen_folds(captured, tables) if refit else []
     unseen = bool(folds) or not refit
     folds = folds or [Fold(merge_rounds(captured), tables)]
@@ -125,23 +132,9 @@ def analyse(captured: Sequence[CaptureRounds], config: HybridSpecConfig, *, refi
         routing_correlation=correlation if math.isfinite(correlation) else None,
         distinct_pairs=distinct_pairs(rounds).mean(0).tolist(),
         round_ms=[1e3 * (tables.cost.fixed_cost + seconds) for seconds in tables.cost.target_cost[2:]],
+        cost=tables.cost,
+        throughput=[fold.tables.throughput for fold in folds],
     )
-
-
-def load_capture(folder: Path) -> list[CaptureRounds]:
-    """The rounds of each prompt that `hybridspec calibrate` captured in a folder.
-
-    Raises:
-        FileNotFoundError: if the folder has no capture. ValueError: if it is damaged.
-    """
-    path = folder / CAPTURE_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"No {CAPTURE_NAME} in {folder}. `hybridspec calibrate --output {folder}` writes one.")
-    try:
-        header = json.loads(path.read_text(encoding="utf-8").partition("\n")[0])
-        return list(CaptureStore(path, header).captured.values())
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}). Delete it and calibrate again.") from error
 
 
 class Tables(NamedTuple):
@@ -153,15 +146,15 @@ class Tables(NamedTuple):
     throughput: float
 
     @classmethod
-    def of(cls, config: HybridSpecConfig) -> "Tables":
-        """The tables of a config.
+    def of(cls, config: HybridSpecConfig, context: int = 0) -> "Tables":
+        """The tables of a config; of several cost tables that of the context nearest to `context` tokens.
 
         Raises:
             ValueError: if one is missing.
         """
         if config.acceptance is None or config.experts is None or not config.costs:
             raise ValueError("The analysis needs a config with all tables, as `hybridspec calibrate` writes it.")
-        cost = config.costs[len(config.costs) // 2]
+        cost = min(config.costs, key=lambda cost: abs(cost.context - context))
         rho = config.throughput or cost.throughput or pooled_throughput(config.acceptance, cost)
         return cls(config.acceptance, config.experts, cost, rho)
 
@@ -177,6 +170,18 @@ class Fold(NamedTuple):
     tables: Tables
 
 
+def checked_tables(captured: Sequence[CaptureRounds], config: HybridSpecConfig, context: int = 0) -> Tables:
+    """The tables of a config that rounds can be judged by.
+
+    Raises:
+        ValueError: if one is missing, there are no rounds, or they are of another block or target.
+    """
+    tables = Tables.of(config, context)
+    blocks = {name: getattr(tables, name).block for name in ("acceptance", "experts", "cost")}
+    check_sizes(captured, blocks, tables.experts)
+    return tables
+
+
 def policy_names(block: int) -> list[str]:
     """What is judged, for a block of W tokens."""
     return [*ADAPTIVE_POLICIES, "full", *(f"static:{w}" for w in range(2, block + 1))]
@@ -185,6 +190,8 @@ def policy_names(block: int) -> list[str]:
 def unseen_folds(captured: Sequence[CaptureRounds], tables: Tables) -> list[Fold]:
     """Each fold's rounds with tables and rho that were fitted to the other prompts; none if those are too few."""
     folds, cost, experts = [], tables.cost, tables.experts
+    if len(captured) < 2:
+        return []
     for fold in range(min(FOLDS, len(captured))):
         mine = merge_rounds(captured[fold::FOLDS])
         others = [part for i, part in enumerate(captured) if i % FOLDS != fold]
@@ -260,4 +267,5 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "policies": [vars(found) for found in analysis.policies],
         "reliability": {name: found._asdict() for name, found in analysis.reliability.items()},
         "best_static": analysis.best_static().policy,
+        "cost": analysis.cost.to_dict(),
     }

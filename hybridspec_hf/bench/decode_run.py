@@ -33,7 +33,7 @@ from .decode_report import (
 )
 from .decode_script import Script, scripted
 from .decode_traces import Trace, load_acceptance
-from .rows import ABLATIONS, AUTOREGRESSIVE, SYSTEMS, BenchRow, parse_rows
+from .rows import ABLATIONS, AUTOREGRESSIVE, SYSTEMS, BenchRow, parse_row, parse_rows
 
 # plain generate is a hundred times slower: a difference of two short lengths is enough
 STOCK_TOKENS = (4, 12)
@@ -66,7 +66,14 @@ class Plan:
     repeats: int
 
     def rows(self) -> list[BenchRow]:
-        """What drafts; rows of one GDN backend behind each other, because each has its own buffers and graphs."""
+        """What drafts; rows of one GDN backend behind each other, because each has its own buffers and graphs.
+
+        Raises:
+            ValueError: for a policy that is unknown, or does not draft.
+        """
+        for name in self.policies:
+            if not parse_row(name).drafts:
+                raise ValueError(f'{name!r} does not draft. Leave it out: the mode "ar" times AR.')
         names = ["full"] if "dflash" in self.modes else []
         names += [f"static:{w}" for w in self.lengths if w > 1] if "static" in self.modes else []
         names += ["hybridspec"] if "hybridspec" in self.modes else []
@@ -96,11 +103,13 @@ def run_benchmark(
         if "stock" in plan.modes:
             report.stock += [time_stock(pair, prompt, name, bar) for name in STOCK]
         say_all(say, head_lines(report))
-        wanted: list[tuple[BenchRow, Trace | None]] = [(row, trace) for row in drafting for trace in traces]
+        wanted: list[tuple[BenchRow, Trace | None, bool]] = [
+            (row, trace, i > 0) for row in drafting for i, trace in enumerate(traces)
+        ]
         if "ar" in plan.modes:
-            wanted.insert(0, (BenchRow(AUTOREGRESSIVE), None))
-        for row, trace in wanted:
-            report.rows.append(time_requests(pair, prompt, row, trace, plan, bar, script, warm=trace in traces[1:]))
+            wanted.insert(0, (BenchRow(AUTOREGRESSIVE), None, False))
+        for row, trace, warm in wanted:
+            report.rows.append(time_requests(pair, prompt, row, trace, plan, bar, script, warm=warm))
             say(row_line(report, report.rows[-1]))
     say_all(say, mean_lines(report))
     report.parts += time_parts(pair, prompt, plan.lengths, floors, bandwidth)

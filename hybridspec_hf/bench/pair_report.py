@@ -10,7 +10,8 @@ from .pair_prompts import BenchPrompt
 from .pair_run import Recording, Request
 from .rows import HYBRIDSPEC, STATIC, BenchRow
 
-AVERAGE = "average"
+# no text, which any category could be
+AVERAGE = None
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class Cell:
         round_ms: decode time over rounds. tokens_per_second: tokens over decode time.
         speedup: SR, tokens per second over AR's on the same prompts.
         speedups: SR of each repetition.
+        category: None for the average.
         lengths: rounds by verification length. rounds: all of them.
         prompts: how many. identical: those whose tokens were AR's in every repetition.
     """
 
     row: str
-    category: str
+    category: str | None
     acceptance_length: float
     mean_verify_length: float
     round_ms: float
@@ -56,15 +58,15 @@ class PairReport:
     @property
     def categories(self) -> list[str]:
         """In order, without the average."""
-        return [name for name in dict.fromkeys(cell.category for cell in self.cells) if name != AVERAGE]
+        return list(dict.fromkeys(cell.category for cell in self.cells if cell.category is not None))
 
     @property
     def identical(self) -> bool:
         """Whether every request wrote AR's tokens."""
         return all(request.identical for request in self.recording.requests)
 
-    def cell(self, row: str, category: str = AVERAGE) -> Cell:
-        """The figures of a row on a category."""
+    def cell(self, row: str, category: str | None = AVERAGE) -> Cell:
+        """The figures of a row on a category, or on average."""
         return next(cell for cell in self.cells if (cell.row, cell.category) == (row, category))
 
     def ablations(self) -> list[dict[str, Any]]:
@@ -122,6 +124,11 @@ def summarise(recording: Recording, prompts: Sequence[BenchPrompt], rows: Sequen
         ]
     averages = [average([cell for cell in cells if cell.row == row.name]) for row in rows]
     return PairReport(list(rows), [*cells, *averages], recording)
+
+
+def category_label(category: str | None) -> str:
+    """What people read."""
+    return "average" if category is None else category
 
 
 def pooled(row: str, category: str, requests: list[Request], reference: list[Request]) -> Cell:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from .analysis import Analysis, Modelled
-from .pair_report import AVERAGE, Cell, PairReport
+from .pair_report import AVERAGE, Cell, PairReport, category_label
 
 SHOWN_DIVERGENCES = 10
 
@@ -15,7 +15,7 @@ def bench_lines(report: PairReport) -> Iterator[str]:
     yield "## Acceptance length and speedup\n"
     yield "AL: tokens emitted per round. SR: pooled decode throughput over AR's on the same prompts.\n"
     yield from table(
-        ["row", *(f"{name} {figure}" for name in categories for figure in ("AL", "SR"))],
+        ["row", *(f"{category_label(name)} {figure}" for name in categories for figure in ("AL", "SR"))],
         [
             [labels[row.name]]
             + [text for name in categories for text in al_and_sr(report.cell(row.name, name))]
@@ -102,6 +102,7 @@ def analysis_lines(analysis: Analysis) -> Iterator[str]:
         f"on {judged}. Time is the cost table's, with eta for each (layer, expert) pair that a round's routing has "
         "more or less than the average. The oracle knows what will be accepted and routed.\n"
     )
+    yield f"{analysis.cost_line()}.\n"
     best = analysis.best_static()
     shown = [found for found in analysis.policies if not found.policy.startswith("static:")]
     yield from table(
@@ -161,8 +162,14 @@ def shares(cell: Cell, lengths: Sequence[int]) -> list[str]:
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
     """A Markdown table; columns are as wide as their text, so that it reads as it is, too."""
+    header, *rows = [[cell_text(text) for text in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     yield "| " + " | ".join(text.ljust(width) for text, width in zip(header, widths, strict=True)) + " |"
     yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     for row in rows:
         yield "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+
+
+def cell_text(text: str) -> str:
+    """Text that stays within its cell, whatever a category is called."""
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,6 +1,7 @@
 """A bench report, an analysis -> PNG files, with matplotlib (the extra `plots`)."""
 
 import importlib.util
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .analysis import Analysis
-from .pair_report import AVERAGE, PairReport
+from .pair_report import AVERAGE, PairReport, category_label
 from .rows import STATIC
 
 SIZE = (8.0, 4.5)
@@ -45,7 +46,7 @@ def plot_categories(report: PairReport, path: Path) -> Path:
         for i, row in enumerate(report.rows):
             heights = [getattr(report.cell(row.name, category), figure_of) for category in categories]
             axes.bar(np.arange(len(categories)) + i * width, heights, width, label=row.label)
-        axes.set_xticks(np.arange(len(categories)) + 0.425 - width / 2, categories)
+        axes.set_xticks(np.arange(len(categories)) + 0.425 - width / 2, map(category_label, categories))
         axes.set_ylabel(label)
     above.legend(fontsize="small", ncols=4)
     return save(figure, path)
@@ -84,6 +85,7 @@ def plot_cost(analysis: Analysis, path: Path, report: PairReport | None) -> Path
     axes.set_xlabel("verification length w")
     axes.set_ylabel("ms a round")
     axes.set_ylim(bottom=0)
+    axes.set_title(textwrap.fill(analysis.cost_line(), 120), fontsize="x-small", parse_math=False)
     if any(analysis.distinct_pairs):
         experts = axes.twinx()
         experts.plot(lengths, analysis.distinct_pairs[1:], "--", color="gray")

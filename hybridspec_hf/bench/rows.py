@@ -105,6 +105,26 @@ def parse_rows(names: Sequence[str]) -> list[BenchRow]:
     return known + [row for row in rows if row.drafts]
 
 
+def check_block(rows: Sequence[BenchRow], tables: HybridSpecConfig | None, block: int) -> None:
+    """Refuse what does not fit a drafter's block of W tokens, before any model is loaded.
+
+    Raises:
+        ValueError: for a fixed length above W, or a table of another block.
+    """
+    for row in rows:
+        if row.drafts and not row.config().is_adaptive:
+            row.config().fixed_length(block)
+    if tables is None:
+        return
+    given = {"acceptance": tables.acceptance, "experts": tables.experts, "cost": next(iter(tables.costs), None)}
+    for name, table in given.items():
+        if table is not None and table.block != block:
+            raise ValueError(
+                f"The {name} table of the config is for a block of {table.block} tokens (anchor included), the "
+                f"drafter's has {block}. Calibrate with this drafter."
+            )
+
+
 def ablation_names(lengths: Sequence[int] = STATIC_LENGTHS) -> list[str]:
     """The rows of Table 3 with these fixed lengths."""
     return [*ABLATIONS[:2], *(f"{STATIC}{length}" for length in lengths), *ABLATIONS[2:]]

@@ -93,6 +93,8 @@ def predict_unseen(prompts: Sequence[CaptureRounds]) -> Tensor:
     Raises:
         ValueError: if the other prompts have too few rounds for a fit.
     """
+    if len(prompts) < 2:
+        raise ValueError("One prompt leaves no others to fit a table on. Add prompts.")
     predicted: dict[int, Tensor] = {}
     for fold in range(min(FOLDS, len(prompts))):
         others = merge_rounds([part for i, part in enumerate(prompts) if i % FOLDS != fold])

@@ -79,21 +79,23 @@ def calibrate(
 
     Raises:
         ImportError: without scikit-learn.
-        ValueError: if the folder holds a capture run of another pair or other prompts; if too few rounds are captured.
+        ValueError: for prompts or contexts of another form; if the folder holds a capture run of another pair or other
+            prompts; if too few rounds are captured.
     """
     require_sklearn()
+    if drafter is None:
+        raise ValueError("Calibration needs a drafter, got None. Load one with DFlashDrafter.from_pretrained(...).")
     check_drafter(drafter, model)
+    check_prompts(prompts)
     block, output = int(drafter.config.block_size or 0), Path(output)
     if max_new_tokens <= block:
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves no round a whole block of {block}: allow more.")
-    if not prompts:
-        raise ValueError("Calibration needs prompts, got none.")
     typical = typical_context(prompts, max_new_tokens)
     contexts = default_contexts(model, typical, block) if context is None else check_contexts(model, context, block)
     names = names or Names(model.config.name_or_path, drafter.config.name_or_path, f"{len(prompts)} prompts")
     eos = model_eos(model) if eos is None else list(eos)
 
-    header = capture_header(model, drafter, prompts, max_new_tokens=max_new_tokens, names=names._asdict())
+    header = capture_header(model, drafter, prompts, max_new_tokens=max_new_tokens, eos=eos, names=names._asdict())
     store = CaptureStore(output / CAPTURE_NAME, header)
     if store.captured:
         say(f"{len(store.captured)} of {len(prompts)} prompts are already captured in {store.path}: skipped.")
@@ -123,6 +125,21 @@ def calibrate(
     report["contexts"] = {str(cost.context): describe_cost(cost) for cost in costs}
     report["interpolation_gain"] = interpolation_gain(prefix, costs, cost_at(costs, typical))
     return Calibration(config, report)
+
+
+def check_prompts(prompts: Sequence[Tensor]) -> None:
+    """Refuse what is no sequence of prompts.
+
+    Raises:
+        ValueError: naming the first that is no token ids `[1, T]`, or if there is none.
+    """
+    if not len(prompts):
+        raise ValueError("Calibration needs prompts, got none.")
+    for i, ids in enumerate(prompts):
+        is_ids = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+        if not is_ids or ids.ndim != 2 or ids.shape[0] != 1 or not ids.shape[1]:
+            got = f"{list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"prompts[{i}] must be token ids [1, T], int64, T >= 1, one prompt each; got {got}.")
 
 
 def require_sklearn() -> None:

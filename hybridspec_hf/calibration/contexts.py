@@ -76,7 +76,10 @@ def check_contexts(model: Any, context: int | Sequence[int], block: int) -> list
     Raises:
         ValueError: for one that is no number of tokens, or that leaves the model no positions for a block.
     """
-    contexts = sorted({context} if isinstance(context, int) else set(context))
+    listed = list(context) if isinstance(context, Sequence) and not isinstance(context, str) else [context]
+    if not all(type(each) is int for each in listed):
+        raise ValueError(f"context must be a whole number of tokens, or several, got {context!r}.")
+    contexts = sorted(set(listed))
     longest = int(model.config.get_text_config().max_position_embeddings) - 2 * block
     if not contexts or contexts[0] < 1 or contexts[-1] > longest:
         raise ValueError(

@@ -13,12 +13,12 @@ import re
 import warnings
 from importlib import metadata
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 from huggingface_hub import constants
 
+from hybridspec_generation.storage import replace_file
 from hybridspec_generation.tables import CostTable
 
 from ..drafters.dflash import DFlashDrafter
@@ -30,11 +30,18 @@ FORMAT = 1
 
 
 def cache_folder() -> Path | None:
-    """`$HYBRIDSPEC_CACHE`, by default `hybridspec` in Hugging Face's cache folder; None if the variable is "off"."""
+    """`$HYBRIDSPEC_CACHE`, by default `hybridspec` in Hugging Face's cache folder; None if the variable is "off".
+
+    Raises:
+        OSError: if the variable names the home of a user that there is not.
+    """
     chosen = os.environ.get(CACHE_VARIABLE, "")
     if chosen.lower() == "off":
         return None
-    return Path(chosen).expanduser() if chosen else Path(constants.HF_HOME) / "hybridspec"
+    try:
+        return Path(chosen).expanduser() if chosen else Path(constants.HF_HOME) / "hybridspec"
+    except RuntimeError as error:
+        raise OSError(f"{CACHE_VARIABLE}={chosen!r}: {error}") from error
 
 
 def cost_facts(engine: Engine, drafter: DFlashDrafter, runtime: str) -> dict[str, Any]:
@@ -71,19 +78,26 @@ def cost_path(facts: dict[str, Any]) -> Path | None:
 
 
 def read_cost(facts: dict[str, Any]) -> CostTable | None:
-    """The curve that was kept; None if there is none, with a warning if its file is damaged."""
-    path = cost_path(facts)
-    if path is None or not path.is_file():
+    """The curve that was kept; None if there is none, with a warning if its file cannot be read or is damaged."""
+    try:
+        path = cost_path(facts)
+        text = None if path is None else path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warnings.warn(f"HybridSpec: no kept latency curve can be read ({error}): it is measured.", stacklevel=2)
+        return None
+    if text is None:
         return None
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(text)
         if kept["facts"] != facts:
             raise ValueError("it belongs to something else")
         cost = CostTable.from_dict(kept["cost"])
         if cost.block != facts["block"]:
             raise ValueError(f"it is for a block of {cost.block} tokens")
         return cost
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         warnings.warn(
             f"HybridSpec: the latency curve in {path} is damaged ({error!r}): it is measured again.", stacklevel=2
         )
@@ -92,18 +106,15 @@ def read_cost(facts: dict[str, Any]) -> CostTable | None:
 
 def write_cost(facts: dict[str, Any], cost: CostTable) -> str | None:
     """Keep a curve; what went wrong if it could not be kept."""
-    path = cost_path(facts)
-    if path is None:
-        return None
-    text = json.dumps({"facts": facts, "cost": cost.to_dict()}, indent=2) + "\n"
     try:
+        path = cost_path(facts)
+        if path is None:
+            return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # another process may read or write the same file: it gets a whole one
-        with NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+        # another process may read or write the same file
+        replace_file(path, (json.dumps({"facts": facts, "cost": cost.to_dict()}, indent=2) + "\n").encode())
     except OSError as error:
-        return f"it cannot be kept in {path.parent} ({error}); set {CACHE_VARIABLE} to a folder, or to off"
+        return f"it cannot be kept ({error}); set {CACHE_VARIABLE} to a folder that can be written, or to off"
     return None
 
 

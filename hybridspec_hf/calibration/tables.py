@@ -69,6 +69,7 @@ def choose_tables(
     if config.acceptance is None:
         notes.append(f"acceptance: shipped default ({acceptance.source})")
     stranger = another_pair(config.calibrated_for, pair)
+    here = "" if pair is None else f"this is another pair (target {pair.target}, drafter {pair.drafter})"
     experts = config.experts
     if experts is None or (stranger and not fits_target(experts, target)):
         # a target without routers has counted nothing that could be scaled
@@ -85,11 +86,11 @@ def choose_tables(
     tables = TableSet(acceptance, experts, config.costs, config.throughput, notes)
     device = tables.costs[0].device if tables.costs else ""
     if tables.costs and stranger:
-        tables = tables.measured_again(f"the cost table was measured with {stranger}, this is another pair")
-    elif device and device != (here := device_name(target.cache_shape.device)):
-        tables = tables.measured_again(f"the cost table was measured on {device}, this is {here}")
+        tables = tables.measured_again(f"the cost table was measured with {stranger}, {here}")
+    elif device and device != (gpu := device_name(target.cache_shape.device)):
+        tables = tables.measured_again(f"the cost table was measured on {device}, this is {gpu}")
     elif stranger:
-        _warn_once(note := f"the tables were calibrated for {stranger}, this is another pair: they are kept")
+        _warn_once(note := f"the tables were calibrated for {stranger}, {here}: they are kept")
         notes.insert(0, note)
     known = tables.throughput or (tables.costs and all(cost.throughput for cost in tables.costs))
     if not known and not acceptance.reference_rounds:
@@ -157,6 +158,8 @@ def first_cost(
     engine: Engine, drafter: DFlashDrafter, r: Round, text: Tensor, runtime: str, report: DecodeReport, graphs: bool
 ) -> CostTable:
     """The pair's own curve: of an earlier request, of the cache folder, or measured now."""
+    # drops the costs of weights that have been written since
+    engine.identity(drafter)
     cost, report.cost = engine.costs.get(runtime), "kept from an earlier request"
     if cost is None:
         facts = cost_facts(engine, drafter, runtime)

@@ -3,24 +3,39 @@
 import argparse
 import importlib.util
 import json
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridspec_hf import DFlashDrafter, HybridSpecConfig
-from hybridspec_hf.bench.analysis import Analysis, analyse, load_capture, to_dict
+from hybridspec_hf.bench.analysis import Analysis, analyse, checked_tables, to_dict
+from hybridspec_hf.bench.captured import Capture, load_capture
 from hybridspec_hf.bench.machine import describe, provenance
 from hybridspec_hf.bench.pair_prompts import SHIPPED, SPLITS, load_bench_prompts
 from hybridspec_hf.bench.pair_report import PairReport, summarise
 from hybridspec_hf.bench.pair_run import run_rows
 from hybridspec_hf.bench.pair_tables import analysis_lines, bench_lines
 from hybridspec_hf.bench.plots import analysis_plots, bench_plots, can_plot
-from hybridspec_hf.bench.rows import STATIC_LENGTHS, SYSTEMS, ablation_names, parse_row, parse_rows
+from hybridspec_hf.bench.rows import STATIC_LENGTHS, SYSTEMS, ablation_names, check_block, parse_row, parse_rows
 from hybridspec_hf.calibration.calibrate import model_eos
 from hybridspec_hf.calibration.store import CAPTURE_NAME
-from hybridspec_hf.commands.pair import pick_device
+from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
+from hybridspec_hf.drafters.config import DFlashConfig
+from hybridspec_hf.drafters.loading import read_raw_config
+
+BENCH_FILES = ("bench.md", "bench.json", "categories.png", "lengths.png")
+ANALYSIS_FILES = ("analysis.md", "analysis.json", "cost.png", "reliability.png")
+
+
+class Captured(NamedTuple):
+    """What is analysed: rounds, and the config that was calibrated on them."""
+
+    capture: Capture
+    config: HybridSpecConfig
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -69,8 +84,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the results")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ... (default: auto)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -86,18 +103,22 @@ def row_name(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Measure, analyse, print and save; 1 if a row differs from AR in fp32, where it must not."""
     check(args)
+    captured = find_captured(args)
+    prepare(args.output)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    report, exact = None, True
+    report, analysis, exact, written = None, None, True, []
     if args.target:
         report, setup = measure(args)
         exact = report.identical or setup["dtype"] != "float32"
-        write(args.output, "bench", list(bench_lines(report)), {**provenance(), **setup, **report.to_dict()})
-    folder = capture_folder(args)
-    analysis = None if folder is None else analyse(load_capture(folder), HybridSpecConfig.from_pretrained(folder))
-    if analysis is not None:
-        write(args.output, "analysis", list(analysis_lines(analysis)), {**provenance(), **to_dict(analysis)})
-    draw(args.output, report, analysis)
+        written += write(args.output, "bench", list(bench_lines(report)), setup | report.to_dict())
+    if captured is not None:
+        capture, config = captured
+        analysis = analyse(capture.rounds, config, context=capture.context)
+        written += write(args.output, "analysis", list(analysis_lines(analysis)), to_dict(analysis))
+    written += draw(args.output, report, analysis)
+    # an analysis alone leaves what was measured for hours
+    remove_stale(args.output, (*BENCH_FILES, *ANALYSIS_FILES) if report else ANALYSIS_FILES, written)
     return 0 if exact else 1
 
 
@@ -111,11 +132,29 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--target and --drafter belong together: pass both, or --analyze DIR alone.")
     if not args.target and args.analyze is None:
         raise ValueError("Nothing to do: pass --target and --drafter to measure, or --analyze DIR.")
-    for name in ("max_new_tokens", "repeats"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    if args.max_new_tokens < 2:
+        raise ValueError(
+            f"--max-new-tokens must be at least 2, got {args.max_new_tokens}: the prefill writes the first token, and "
+            "decoding begins with the second."
+        )
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}.")
     if args.analyze is not None and importlib.util.find_spec("sklearn") is None:
         raise ImportError('the analysis needs scikit-learn: pip install "hybridspec-hf[calibration]".')
+
+
+def prepare(folder: Path) -> None:
+    """Make the output folder and write into it, before hours of measuring.
+
+    Raises:
+        ValueError: if that fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be written to ({error}). Choose another folder.") from error
 
 
 def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
@@ -123,7 +162,8 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
     names = [*(args.policies or []), *(ablation_names(args.static_lengths) if args.ablations else [])]
     rows = parse_rows(names or SYSTEMS)
     tables = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
-    # before the weights: a wrong file shows at once
+    # before the weights: a wrong file or row shows at once
+    check_block(rows, tables, DFlashConfig.from_raw(read_raw_config(args.drafter, {})).block_size)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target)
     prompts = load_bench_prompts(args.prompts, tokenizer, split=args.split, limit=args.limit)
     device = pick_device(args.device)
@@ -150,30 +190,61 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
     return summarise(recording, prompts, rows), setup
 
 
-def capture_folder(args: argparse.Namespace) -> Path | None:
-    """The folder whose rounds are analysed, if any."""
-    if args.analyze is not None or args.config is None or not (Path(args.config) / CAPTURE_NAME).is_file():
-        return args.analyze
+def find_captured(args: argparse.Namespace) -> Captured | None:
+    """What --analyze names, else what lies beside --config, if anything does; the latter, unasked, may be unusable.
+
+    Raises:
+        FileNotFoundError, ValueError: if what --analyze names cannot be analysed.
+    """
+    if args.analyze is not None:
+        return load_captured(args.analyze)
+    if args.config is None or not (Path(args.config) / CAPTURE_NAME).is_file():
+        return None
     if importlib.util.find_spec("sklearn") is None:
         print('No analysis of the captured rounds: it needs scikit-learn (pip install "hybridspec-hf[calibration]").')
         return None
-    return Path(args.config)
+    try:
+        return load_captured(Path(args.config))
+    except (OSError, ValueError) as error:
+        print(f"No analysis of the captured rounds beside --config: {error}")
+        return None
 
 
-def write(folder: Path, name: str, lines: list[str], data: dict[str, Any]) -> None:
-    """Print the Markdown, and write it and the JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
+def load_captured(folder: Path) -> Captured:
+    """A calibration's rounds and config, once it is clear that they belong together.
+
+    Raises:
+        FileNotFoundError: if a file is missing. ValueError: if one is damaged, or they do not belong together.
+    """
+    capture, config = load_capture(folder), HybridSpecConfig.from_pretrained(folder)
+    checked_tables(capture.rounds, config)
+    capture.check_drafter(config.calibrated_for)
+    return Captured(capture, config)
+
+
+def write(folder: Path, name: str, lines: list[str], data: dict[str, Any]) -> list[Path]:
+    """Print the Markdown, then write it and the JSON, which also says where it was made; the files."""
     text = "\n".join([f"# hybridspec {name}\n", describe(), "", *lines, ""])
-    print(f"\n{text}")
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    (folder / f"{name}.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
+    print(f"\n{text}", flush=True)
+    contents = {folder / f"{name}.md": text, folder / f"{name}.json": json.dumps(provenance() | data) + "\n"}
+    for path, content in contents.items():
+        path.write_text(content, encoding="utf-8")
+    return list(contents)
 
 
-def draw(folder: Path, report: PairReport | None, analysis: Analysis | None) -> None:
-    """Plots, if matplotlib is there."""
+def draw(folder: Path, report: PairReport | None, analysis: Analysis | None) -> list[Path]:
+    """Plots, if matplotlib is there; the files."""
     if not can_plot():
         print(f'Saved to {folder}. No plots: they need matplotlib (pip install "hybridspec-hf[plots]").')
-        return
+        return []
     paths = bench_plots(report, folder) if report else []
     paths += analysis_plots(analysis, folder, report) if analysis else []
     print(f"Saved to {folder}, with {', '.join(path.name for path in paths)}.")
+    return paths
+
+
+def remove_stale(folder: Path, names: Sequence[str], written: Sequence[Path]) -> None:
+    """Delete what an earlier run left under these names and this one did not write again."""
+    for path in (folder / name for name in names):
+        if path not in written:
+            path.unlink(missing_ok=True)

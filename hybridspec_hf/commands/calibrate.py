@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridspec_hf import DFlashDrafter
 from hybridspec_hf.calibration.calibrate import Calibration, Names, calibrate, model_eos, require_sklearn
 from hybridspec_hf.calibration.prompts import load_prompts
-from hybridspec_hf.commands.pair import pick_device
+from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,7 +28,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help='one JSON object a line with "prompt" or "messages"; those with another "split" than "calibration" are '
         "left out",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of each prompt (default: 512)")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=512, metavar="N", help="of each prompt (default: 512)"
+    )
     parser.add_argument(
         "--output", required=True, type=Path, metavar="DIR", help="folder for the result; run again to resume"
     )
@@ -41,8 +43,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "answer behind a prompt, on a GPU 1024, 8192 and 32768 too)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ... (default: auto)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)"
+    )
     parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
     parser.set_defaults(run=run)
 

@@ -23,6 +23,7 @@ from hybridspec_hf.commands.pair import (
     load_pair,
     pick_device,
     policy_name,
+    positive,
     run_plain,
     run_policy,
 )
@@ -57,10 +58,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(default: ar full hybridspec)",
     )
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="number of prompts (default: 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--max-new-tokens", type=positive, default=96, metavar="N")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda:0, ... (default: auto)")
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1, for a small pair)"
+        "--threads", type=positive, default=1, metavar="N", help="CPU threads (default: 1, for a small pair)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(

@@ -6,7 +6,7 @@ import json
 import torch
 
 from hybridspec_hf import HybridSpecConfig
-from hybridspec_hf.commands.pair import AUTOREGRESSIVE, encode, load_pair, policy_name, run_policy
+from hybridspec_hf.commands.pair import AUTOREGRESSIVE, DTYPES, encode, load_pair, policy_name, positive, run_policy
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,13 +21,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="hybridspec (default), nominal, dcut, evict, dspark, full, static:N or ar",
     )
     parser.add_argument("--config", metavar="DIR", help="what `hybridspec calibrate` wrote, a folder or a Hub name")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
     parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")
     parser.add_argument("--chat-template", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)"
+    )
     parser.set_defaults(run=run)
 
 

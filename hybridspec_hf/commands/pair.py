@@ -15,6 +15,7 @@ TINY_PAIR = Path(__file__).resolve().parent.parent / "assets" / "tiny_pair"
 
 # the same call without a drafter
 AUTOREGRESSIVE = "ar"
+DTYPES = ["auto", "float32", "bfloat16"]
 
 
 class Pair(NamedTuple):
@@ -102,6 +103,13 @@ def policy_name(text: str) -> str:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 given on the command line, checked by argparse before any model is loaded."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
 
 
 def pick_device(name: str) -> str:

@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from hybridspec_generation import AcceptanceTable, CostTable, ExpertTable, HybridSpecConfig
+from hybridspec_generation import AcceptanceTable, CalibratedFor, CostTable, ExpertTable, HybridSpecConfig
+from hybridspec_hf.bench import plots
 from hybridspec_hf.bench.analysis import (
     ORACLE,
     Tables,
     analyse,
-    load_capture,
     oracle_lengths,
     round_seconds,
+    to_dict,
     unseen_folds,
 )
+from hybridspec_hf.bench.captured import Capture, load_capture
 from hybridspec_hf.bench.choices import choose_lengths, experts_like
+from hybridspec_hf.bench.pair_tables import analysis_lines
 from hybridspec_hf.bench.reliability import reliability
 from hybridspec_hf.calibration.acceptance import predict_acceptance, reached_positions
 from hybridspec_hf.calibration.capture import CaptureRounds
@@ -47,6 +50,7 @@ def random_rounds(count: int, seed: int = 0) -> CaptureRounds:
     new_layer0 = torch.randint(0, TOP_K + 1, (count, BLOCK), generator=generator)
     new_layer0[:, 0] = TOP_K
     later = torch.randint(0, TOP_K, (count, BLOCK), generator=generator)
+    later[:, 0] = 0
     return CaptureRounds(
         confidence, 1.5 - confidence, right.long().cumprod(1).sum(1), new_layer0, (LAYERS - 1) * new_layer0 + later
     )
@@ -166,6 +170,76 @@ def test_too_few_rounds_are_judged_by_the_given_tables(prompts, config):
         analyse(prompts, replace(config, cost=None))
 
 
+def test_one_prompt_is_judged_by_the_given_tables(prompts, config):
+    result = analyse(prompts[:1], config)
+    assert (result.rounds, result.prompts, result.unseen) == (120, 1, False)
+    assert unseen_folds(prompts[:1], Tables.of(config)) == []
+
+
+def costs_at(*contexts: int) -> tuple[CostTable, ...]:
+    return tuple(replace(COST, context=n, fixed_cost=float(n), source=f"curve of {n}") for n in contexts)
+
+
+@pytest.mark.parametrize(("context", "chosen"), [(0, 500), (700, 500), (900, 1024), (5000, 8192), (99999, 8192)])
+def test_the_cost_table_of_the_nearest_context_is_used_and_named(prompts, config, context, chosen):
+    config = replace(config, cost=costs_at(500, 1024, 8192))
+    result = analyse(prompts[:2], config, refit=False, context=context)
+    assert result.cost.context == chosen and result.round_ms[0] == pytest.approx(1e3 * chosen)
+    assert result.cost_line() == f"Cost table behind {chosen} tokens, rho 1.6 tokens/s, from: curve of {chosen}"
+    assert f"{result.cost_line()}.\n" in list(analysis_lines(result))
+    saved = json.loads(json.dumps(to_dict(result)))
+    assert (saved["cost"]["context"], saved["cost"]["source"]) == (chosen, f"curve of {chosen}")
+    assert saved["throughput"] == [1.6]
+
+
+def test_every_fold_has_a_rho_of_its_own(prompts, config):
+    result = analyse(prompts, config)
+    assert len(result.throughput) == 5 and min(result.throughput) > 0
+    assert "of unknown context" in result.cost_line() and " to " in result.cost_line()
+
+
+def test_the_plot_names_the_cost_table(prompts, config, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    result = analyse(prompts[:2], replace(config, cost=replace(COST, source="made $up_ by")), refit=False)
+    plots.plot_cost(result, tmp_path / "cost.png", None)
+    assert drawn[0].axes[0].get_title() == result.cost_line()
+
+
+def shorter(part: CaptureRounds) -> CaptureRounds:
+    draft, tokens = slice(0, BLOCK - 2), slice(0, BLOCK - 1)
+    return CaptureRounds(
+        part.confidence[:, draft], part.entropy[:, draft], part.accepted.clamp_max(BLOCK - 2),
+        part.new_layer0[:, tokens], part.new_later[:, tokens],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (shorter, f"blocks of 4 tokens .*acceptance table of the config is for {BLOCK}"),
+    (lambda part: part._replace(new_layer0=part.new_layer0 - 1), "chose 2 experts in Layer 0 .* top_k=3"),
+    (lambda part: part._replace(new_later=part.new_later + 3), "12 in later layers; .* 4 MoE layers"),
+    (lambda part: part._replace(new_layer0=0 * part.new_layer0, new_later=0 * part.new_later), "chose 0 experts"),
+])  # fmt: skip
+def test_rounds_of_another_calibration_are_refused(prompts, config, change, message):
+    with pytest.raises(ValueError, match=message):
+        analyse([*prompts[:-1], change(prompts[-1])], config)
+
+
+def made_for(drafter_weights: str) -> CalibratedFor:
+    names = dict.fromkeys(("target", "prompts", "target_weights", "hardware", "versions", "date"), "x")
+    return CalibratedFor(drafter="mine", drafter_weights=drafter_weights, **names)
+
+
+def test_a_capture_of_another_drafter_is_refused():
+    capture = Capture([], drafter="other", drafter_weights="abc")
+    with pytest.raises(ValueError, match=r"drafter other \(abc\), the config was calibrated for mine \(def\)"):
+        capture.check_drafter(made_for("def"))
+    for known in (made_for("abc"), made_for(""), None):
+        capture.check_drafter(known)
+    Capture([]).check_drafter(made_for("def"))
+
+
 def test_dense_target_has_no_routing(prompts, config):
     dense = [part._replace(new_layer0=0 * part.new_layer0, new_later=0 * part.new_later) for part in prompts]
     nothing = ExpertTable(mean_new_pairs=(0.0,) * 6, mean_new_pairs_given=((0.0,),) * 6, num_moe_layers=0, top_k=0)
@@ -212,7 +286,40 @@ def test_command_analyses_a_folder(calibrated, tmp_path, capsys):
     assert not (output / "bench.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n", "{}\n", '{"format": 1}\n'])
+def rewrite_header(folder, **entries: Any) -> None:
+    header, rows = (folder / "capture.jsonl").read_text().split("\n", 1)
+    (folder / "capture.jsonl").write_text(json.dumps({**json.loads(header), **entries}) + "\n" + rows)
+
+
+def test_command_takes_the_context_that_the_capture_names(calibrated, tmp_path, config):
+    replace(config, cost=costs_at(500, 1024, 8192)).save_pretrained(calibrated)
+    assert load_capture(calibrated).context == 0
+    rewrite_header(calibrated, context=1000)
+    assert main(["bench", "--analyze", str(calibrated), "--output", str(tmp_path / "out")]) == 0
+    assert "Cost table behind 1024 tokens" in (tmp_path / "out" / "analysis.md").read_text()
+
+
+@pytest.mark.parametrize("header", [{"block": 4}, {"drafter_weights": "abc"}])
+def test_command_refuses_a_foreign_config_before_it_makes_a_folder(calibrated, tmp_path, config, capsys, header):
+    replace(config, calibrated_for=made_for("def")).save_pretrained(calibrated)
+    rewrite_header(calibrated, **header)
+    assert main(["bench", "--analyze", str(calibrated), "--output", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists() and capsys.readouterr().err
+
+
+def test_an_analysis_replaces_an_analysis_only(calibrated, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "can_plot", lambda: False)
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("bench.json", "lengths.png", "analysis.json", "cost.png", "mine.txt"):
+        (output / name).write_text("old")
+    assert main(["bench", "--analyze", str(calibrated), "--output", str(output)]) == 0
+    left = {path.name: path.read_text() == "old" for path in output.iterdir()}
+    assert left == {"bench.json": True, "lengths.png": True, "mine.txt": True, "analysis.json": False,
+                    "analysis.md": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "nonsense\n", "\ufeff{}\n", "[]\n", "{}\n", '{"format": 1}\n'])
 def test_damaged_capture_is_refused(calibrated, text):
     (calibrated / "capture.jsonl").write_text(text)
     with pytest.raises(ValueError, match="is damaged"):

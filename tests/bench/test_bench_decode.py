@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.utils._device import _device_constructors
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.state import Draft
 from hybridspec_hf import strategy
-from hybridspec_hf.bench import decode_record
+from hybridspec_hf.bench import decode_models, decode_record, decode_run
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
 from hybridspec_hf.bench.decode_launches import busy_while_decoding, compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
@@ -365,12 +366,46 @@ def test_the_whole_benchmark_runs(monkeypatch, capsys, tmp_path):
     assert report["traces"]["coding"]["mean_al"] == pytest.approx(6.43, abs=2e-3)
 
 
-def test_bad_arguments_are_refused(monkeypatch, capsys):
-    for arguments, message in ((["--new-tokens", "1"], "too small"), (["--json", "/nowhere/x.json"], "no folder")):
+def test_bad_arguments_are_refused(monkeypatch, capsys, tmp_path):
+    for arguments, message in (
+        (["--new-tokens", "1"], "too small"),
+        (["--json", "/nowhere/x.json"], "no folder"),
+        (["--json", str(tmp_path)], "is a folder: name a file"),
+    ):
         monkeypatch.setattr(sys, "argv", ["bench_decode.py", *arguments])
         with pytest.raises(SystemExit):
             load_script().main()
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("policies", "message"), [
+    (["static:20"], "--policies: policy='static:20' verifies 20 tokens, but the drafter's block has 16"),
+    (["dcut", "ar"], "--policies: 'ar' does not draft"),
+    (["ar+replay"], "--policies: 'ar+replay' does not draft"),
+])  # fmt: skip
+def test_policies_that_cannot_run_are_refused_before_building(monkeypatch, policies, message):
+    monkeypatch.setattr(decode_models, "build", lambda *a, **k: pytest.fail("built before the policies were checked"))
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--device", "cpu", "--policies", *policies])
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        load_script().main()
+
+
+def test_a_category_given_twice_runs_once(monkeypatch):
+    categories = ["roleplay", "coding", "roleplay"]
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--device", "cpu", "--categories", *categories])
+    assert load_script().parse().categories == ["roleplay", "coding"]
+
+
+def test_a_trace_given_twice_is_warm_the_second_time(pair, monkeypatch):
+    seen = []
+    row = Row("full", "coding", 1.0, 0.0, 1.0, 1, 1.0, 1.0, True, [])
+    monkeypatch.setattr(decode_run, "time_requests", lambda *a, warm: seen.append((a[2].name, warm)) or row)
+    monkeypatch.setattr(decode_run, "time_parts", lambda *a: [])
+    # equal, not the same object
+    traces = [load_trace("coding"), load_trace("coding")]
+    plan = decode_run.Plan(["dflash"], ["static:3"], [3], 8, 8, 1)
+    decode_run.run_benchmark(pair, traces, plan, None, lambda line: None)
+    assert seen == [("full", False), ("full", True), ("static:3", False), ("static:3", True)]
 
 
 def test_ways_to_launch_are_told_and_counted():

@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import io
 import json
+import math
 import re
 import shutil
 import warnings
@@ -22,8 +23,8 @@ from hybridspec_generation import cost_at
 from hybridspec_generation.tables import SelectionTables
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.calibration.acceptance import fit_acceptance_table, predict_unseen
-from hybridspec_hf.calibration.calibrate import fit_tables
-from hybridspec_hf.calibration.capture import capture_rounds
+from hybridspec_hf.calibration.calibrate import describe_rounds, fit_tables
+from hybridspec_hf.calibration.capture import capture_rounds, merge_rounds
 from hybridspec_hf.calibration.contexts import measure_contexts, text_of
 from hybridspec_hf.calibration.prompts import load_prompts
 from hybridspec_hf.calibration.store import CaptureStore
@@ -31,7 +32,7 @@ from hybridspec_hf.cli import main
 from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair, run_plain
 from hybridspec_hf.engine import Engine, get_engine
-from hybridspec_hf.identity import identify
+from hybridspec_hf.identity import identify, positions
 
 PROMPTS, NEW_TOKENS = 8, 48
 
@@ -187,7 +188,14 @@ def test_another_pair_keeps_the_acceptance_and_measures_the_cost(pair, calibrate
     assert notes_and_warnings(pair, config)[1] == [], "it warns once"
     # nothing to measure again: the note is still there
     notes, caught = notes_and_warnings(pair, replace(config, cost=None))
-    assert "another pair: they are kept" in notes[0] and len(caught) == 1
+    assert "they are kept" in notes[0] and len(caught) == 1
+    # a second wrong pair is told, too
+    with torch.no_grad():
+        pair.drafter.fc.weight.neg_()
+    notes, caught = notes_and_warnings(pair, replace(config, cost=None))
+    assert "they are kept" in notes[0] and len(caught) == 1
+    with torch.no_grad():
+        pair.drafter.fc.weight.neg_()
 
 
 def test_weights_that_changed_are_another_pair(pair, calibrated):
@@ -203,6 +211,32 @@ def test_weights_that_changed_are_another_pair(pair, calibrated):
     assert after.target != before.target and after.drafter == before.drafter
     assert identify(get_engine(model.to(torch.bfloat16), drafter.to(torch.bfloat16)).target, drafter) != before
     model.float(), drafter.float()
+
+
+def test_weights_that_are_written_in_place_are_another_pair():
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    engine = get_engine(model, drafter)
+    before = engine.identity(drafter)
+    engine.costs["kept"] = "a curve"
+    assert engine.identity(drafter) is before and engine.costs
+    other = {name: weight + 1 for name, weight in model.state_dict().items()}
+    model.load_state_dict(other)
+    assert get_engine(model, drafter) is engine
+    after = engine.identity(drafter)
+    assert after.target != before.target and after.drafter == before.drafter and not engine.costs
+    assert after == identify(engine.target, drafter)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (48, 60), (240, 7), (3, 16, 32), (2880, 45)])
+def test_the_fingerprint_looks_at_many_rows_and_columns(shape):
+    size = torch.Size(shape).numel()
+    found = positions(size, torch.device("cpu"))
+    assert found.max() < size and len(found.unique()) >= 15
+    for i, width in enumerate(shape):
+        index = torch.unravel_index(found, shape)[i]
+        assert len(index.unique()) >= min(width, 6), i
+    assert positions(3, torch.device("cpu")).shape == (3,) and not len(positions(0, torch.device("cpu")))
 
 
 def test_several_contexts_are_measured_and_interpolated(pair, prompt_file, calibrated, tmp_path, monkeypatch):
@@ -283,21 +317,89 @@ def test_another_run_is_not_resumed(prompt_file, calibrated, tmp_path):
     ("target_weights", "another target: .*target, whose content has changed"),
     ("drafter_weights", "another drafter"),
     ("format", "another version of hybridspec_hf"),
+    ("eos", "other EOS ids"),
+    ("block", "another block size"),
 ])  # fmt: skip
 def test_store_refuses_another_pair(calibrated, key, message):
     path = calibrated[0] / "capture.jsonl"
     header = json.loads(path.read_text().splitlines()[0])
+    assert (
+        header["eos"]
+        and header["num_prompts"] == PROMPTS
+        and header["context"] > NEW_TOKENS // 2
+        and header["top_k"]
+        and header["num_moe_layers"]
+    )
     now = {**header, key: "other", **({"drafter": "elsewhere"} if key == "drafter_weights" else {})}
     with pytest.raises(ValueError, match=message + ".*Choose another output folder"):
         CaptureStore(path, now)
 
 
-@pytest.mark.parametrize("damage", ["nonsense", '{"prompt": 0}', "[]", '{"a": 1', '{"prompt": 0, "accepted": [1]}'])
+@pytest.mark.parametrize("damage", [
+    "nonsense", '{"prompt": 0}', "[]", '{"a": 1', '{"prompt": 0, "accepted": [1]}', "[" * 100_000,
+    ("prompt", PROMPTS), ("prompt", -1), ("prompt", "0"), ("prompt", 1.0), ("prompt", None),
+    ("accepted", -1), ("accepted", 16), ("accepted", 1.5), ("accepted", "1"), ("accepted", None),
+    *(("confidence", value) for value in (-0.1, 1.1, math.nan, "1", [0.5], None)),
+    *(("entropy", value) for value in (-0.1, math.inf, math.nan)),
+    *((name, value) for name in ("new_layer0", "new_later") for value in (-1, 10**4, 0.5, 10**400)),
+])  # fmt: skip
 def test_damaged_store_is_refused(calibrated, tmp_path, damage):
     lines = (calibrated[0] / "capture.jsonl").read_text().splitlines()
+    if not isinstance(damage, str):
+        name, value = damage
+        row = json.loads(lines[1])
+        damage = json.dumps({**row, name: with_first(row[name], value)})
     path = write_lines(tmp_path / "capture.jsonl", [lines[0], damage, lines[2]])
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=f"{path} is damaged in line 2"):
         CaptureStore(path, json.loads(lines[0]))
+
+
+def with_first(value, leaf):
+    """`value` with the first number inside replaced."""
+    return [with_first(value[0], leaf), *value[1:]] if isinstance(value, list) else leaf
+
+
+@pytest.mark.parametrize("name", ["accepted", "confidence", "new_later"])
+def test_rows_of_other_lengths_are_refused(calibrated, tmp_path, name):
+    lines = (calibrated[0] / "capture.jsonl").read_text().splitlines()
+    row = json.loads(lines[1])
+    ragged = [row[name][:-1], [*row[name], row[name][0]]]
+    if name != "accepted":
+        ragged += [[row[name][0][:-1], *row[name][1:]], [part[:-1] for part in row[name]], sum(row[name], [])]
+    for value in ragged:
+        path = write_lines(tmp_path / "capture.jsonl", [lines[0], {**row, name: value}])
+        with pytest.raises(ValueError, match="is damaged in line 2"):
+            CaptureStore(path, json.loads(lines[0]))
+
+
+@pytest.mark.parametrize("header", ["{}", "[]", "nonsense", '{"format": 2}'])
+def test_damaged_header_is_refused(calibrated, tmp_path, header):
+    good = json.loads((calibrated[0] / "capture.jsonl").read_text().splitlines()[0])
+    with pytest.raises(ValueError, match="capture.jsonl is damaged"):
+        CaptureStore(write_lines(tmp_path / "capture.jsonl", [header]), good)
+
+
+def test_a_capture_that_is_no_utf8_is_refused(calibrated, tmp_path):
+    lines = (calibrated[0] / "capture.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "capture.jsonl").write_bytes(lines[0] + lines[1].replace(b"prompt", b"\xff\xfe"))
+    with pytest.raises(ValueError, match="capture.jsonl is damaged in line 2"):
+        CaptureStore(tmp_path / "capture.jsonl", json.loads(lines[0]))
+
+
+def test_reading_a_capture_writes_nothing(calibrated, tmp_path):
+    lines = (calibrated[0] / "capture.jsonl").read_bytes().splitlines(keepends=True)
+    header, path = json.loads(lines[0]), tmp_path / "new" / "capture.jsonl"
+    assert CaptureStore(path, header).captured == {} and not path.parent.exists()
+    path.parent.mkdir()
+    half = b"".join(lines[:2]) + lines[2][:50]
+    path.write_bytes(half)
+    store = CaptureStore(path, header)
+    assert len(store.captured) == 1 and path.read_bytes() == half
+    # the half line goes with the first that is added
+    rounds = captured_in(calibrated[0])
+    for index in (1, 2):
+        store.add(index, rounds[index])
+    assert path.read_bytes() == b"".join(lines[:4])
 
 
 @pytest.mark.parametrize("lines, message", [
@@ -328,6 +430,33 @@ def test_too_few_rounds_are_refused(prompt_file, tmp_path):
         outcome = hybridspec_calibrate(one, tmp_path / "out", "--max-new-tokens", tokens)
         assert outcome.status == 2 and message in outcome.stderr, outcome.stderr
     assert not (tmp_path / "out" / "hybridspec_config.json").exists()
+
+
+def test_one_prompt_is_enough_where_it_has_the_rounds(calibrated):
+    rounds = merge_rounds([captured_in(calibrated[0])[i] for i in range(PROMPTS)])
+    with pytest.raises(ValueError, match="no others"):
+        predict_unseen([rounds])
+    report = describe_rounds([rounds], fit_acceptance_table(rounds, "one"), 3)
+    assert report["prompts"] == 1 and report["calibration_error"]["unseen"] is False
+
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"drafter": None}, "needs a drafter"),
+    ({"prompts": []}, "needs prompts"),
+    *(({"prompts": [IDS, bad]}, r"prompts\[1\] must be token ids \[1, T\]") for bad in (
+        IDS[0], IDS.repeat(2, 1), IDS[:, :0], IDS.float(), IDS.bool(), [1, 2, 3], "text", None,
+    )),
+    ({"prompts": IDS}, r"prompts\[0\] must be"),
+    *(({"context": bad}, "context must be") for bad in (1.5, True, "64", [64.0], [True], ["64"], [], 0, [64, -1])),
+])  # fmt: skip
+def test_the_library_call_refuses_mistakes_before_anything_runs(pair, tmp_path, changes, message):
+    call = {"drafter": pair.drafter, "prompts": [IDS], "max_new_tokens": 40, "output": tmp_path / "out", **changes}
+    with pytest.raises(ValueError, match=message):
+        hybridspec_hf.calibrate(pair.model, **call)
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_without_a_chat_template(tmp_path):

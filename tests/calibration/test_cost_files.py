@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import re
+import stat
 import warnings
 from pathlib import Path
 
@@ -124,3 +126,49 @@ def test_a_given_curve_is_not_looked_up(pair, cache):
         path.unlink()
     assert first_report(pair, cost=cost).cost == "given" and not list(cache.iterdir())
     assert first_report(pair, policy="full").cost == "" and not list(cache.iterdir())
+
+
+def test_a_home_of_nobody_is_noted(pair, monkeypatch):
+    monkeypatch.setenv("HYBRIDSPEC_CACHE", "~no-such-user-here/x")
+    with pytest.warns(
+        UserWarning, match="no kept latency curve can be read .*HYBRIDSPEC_CACHE='~no-such-user-here/x'"
+    ):
+        report = first_report(pair)
+    assert report.cost == "measured now" and any("cannot be kept" in note for note in report.notes)
+
+
+def test_a_folder_that_cannot_be_read_is_noted(pair, cache, monkeypatch):
+    def refuse(self, *args, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for name in ("read_bytes", "mkdir"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.warns(UserWarning, match="can be read .*Permission denied.*it is measured"):
+        report = first_report(pair)
+    assert report.cost == "measured now" and any("Permission denied" in note for note in report.notes)
+
+
+def test_curves_are_for_all_whom_the_umask_lets_and_leave_nothing_behind(pair, cache, monkeypatch):
+    first_report(pair)
+    (path,) = cache.iterdir()
+    old = os.umask(0)
+    os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~old
+    path.unlink()
+    path.mkdir()
+    # a folder in the file's place can neither be read nor replaced
+    with pytest.warns(UserWarning, match="can be read"):
+        report = first_report(pair)
+    assert any("cannot be kept" in note for note in report.notes) and list(cache.iterdir()) == [path]
+
+
+def test_a_curve_of_weights_that_were_written_is_measured_again(cache):
+    model = tiny_target()
+    pair = model, tiny_drafter(model)
+    first_report(pair)
+    options = dict(input_ids=IDS, assistant_model=pair[1], generation_mode="hybridspec", do_sample=False,
+                   max_new_tokens=6, return_dict_in_generate=True)  # fmt: skip
+    assert model.generate(**options).report.cost == "kept from an earlier request"
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.neg_()
+    assert model.generate(**options).report.cost == "measured now"

@@ -1,8 +1,11 @@
 """A config's folder: two files that belong together, older and newer formats, the Hub; never a half-read config."""
 
 import json
+import os
 import shutil
+import stat
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -94,10 +97,73 @@ def test_tables_of_another_calibration_are_refused(folder):
     save_file({name: table for name, table in tables.items() if name != "cost.1.target_cost"}, folder / TABLES)
     with pytest.raises(ValueError, match="from the same calibration"):
         HybridSpecConfig.from_pretrained(folder)
-    save_file(tables, folder / TABLES)
+    save_file(tables, folder / TABLES, metadata={"format": "pt"})
     change(folder, cost=None)
     with pytest.raises(ValueError, match="no place for its table 'cost"):
         HybridSpecConfig.from_pretrained(folder)
+
+
+def test_tables_with_other_values_are_refused(folder, tmp_path):
+    replace(CONFIG, cost=(replace(COST, target_cost=(1.0,) * 17), CONFIG.cost[1])).save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / TABLES, folder)
+    with pytest.raises(ValueError, match=f"{TABLES} holds other values .*from the same calibration"):
+        HybridSpecConfig.from_pretrained(folder)
+    # written before there was a hash
+    change(folder, tables_hash=None)
+    assert HybridSpecConfig.from_pretrained(folder).cost[0].target_cost == (1.0,) * 17
+
+
+def test_an_interrupted_save_is_noticed(folder, monkeypatch):
+    def stop(source, target, replaced=os.replace):
+        if Path(target).name == JSON:
+            raise OSError("disk full")
+        replaced(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(OSError, match="disk full"):
+        replace(CONFIG, cost=replace(COST, target_cost=(1.0,) * 17)).save_pretrained(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [JSON, TABLES], "nothing half-written stays"
+    with pytest.raises(ValueError, match="from the same calibration"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+def test_files_are_for_all_whom_the_umask_lets(tmp_path):
+    old = os.umask(0o027)
+    try:
+        CONFIG.save_pretrained(tmp_path)
+    finally:
+        os.umask(old)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in (JSON, TABLES)] == [0o640, 0o640]
+
+
+@pytest.mark.parametrize("name", [JSON, TABLES])
+def test_a_file_that_cannot_be_read_is_not_called_damaged(folder, name, monkeypatch):
+    def refuse(self, read=Path.read_bytes):
+        if self.name == name:
+            raise PermissionError(13, "Permission denied")
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(OSError, match=f"{name} cannot be read .*Permission denied"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("names", ["cost", 3, {"a": 1}, [1], [None], [["a"]]])
+def test_names_of_tables_are_a_list_of_text(folder, names):
+    change(folder, tables=names)
+    with pytest.raises(ValueError, match="needs a list of names"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+def test_json_that_is_nested_too_deeply_is_damaged(folder):
+    (folder / JSON).write_text('{"policy": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        HybridSpecConfig.from_pretrained(folder)
+
+
+def test_the_json_file_itself_is_no_folder(folder):
+    with pytest.raises(ValueError, match=f"{JSON} is a file. Pass its folder"):
+        HybridSpecConfig.from_pretrained(folder / JSON)
 
 
 class FakeHub:
@@ -105,13 +171,16 @@ class FakeHub:
 
     def __init__(self, root, monkeypatch):
         self.root, self.calls = root, []
-        for name in ("create_repo", "upload_folder", "snapshot_download"):
+        for name in ("create_repo", "create_branch", "upload_folder", "snapshot_download"):
             monkeypatch.setattr(huggingface_hub, name, getattr(self, name))
 
     def create_repo(self, repo_id, **options):
         self.calls.append(("create_repo", options))
         (self.root / "user" / repo_id).mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+    def create_branch(self, repo_id, **options):
+        self.calls.append(("create_branch", options))
 
     def upload_folder(self, *, repo_id, folder_path, **options):
         self.calls.append(("upload_folder", options))
@@ -131,13 +200,17 @@ def test_config_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
     assert url == "https://hub/user/tables/commit/1"
     assert hub.calls == [
         ("create_repo", {"private": True, "token": "secret", "exist_ok": True}),
+        ("create_branch", {"branch": "dev", "token": "secret", "exist_ok": True}),
         ("upload_folder", {"commit_message": "mine", "token": "secret", "revision": "dev"}),
     ]
     assert sorted(path.name for path in (tmp_path / "user" / "tables").iterdir()) == [JSON, TABLES]
     assert HybridSpecConfig.from_pretrained("user/tables", revision="dev", token="secret") == CONFIG
-    assert hub.calls[2][1] == {"revision": "dev", "token": "secret", "allow_patterns": [JSON, TABLES]}
-    CONFIG.push_to_hub("tables")
-    assert hub.calls[-1][1]["commit_message"] == "Upload HybridSpecConfig"
+    assert hub.calls[3][1] == {"revision": "dev", "token": "secret", "allow_patterns": [JSON, TABLES]}
+    for revision in (None, "refs/pr/3"):
+        del hub.calls[:]
+        CONFIG.push_to_hub("tables", revision=revision)
+        assert [name for name, _ in hub.calls] == ["create_repo", "upload_folder"]
+        assert hub.calls[-1][1]["commit_message"] == "Upload HybridSpecConfig"
 
 
 def test_no_folder_and_no_repository(tmp_path, monkeypatch):

@@ -219,7 +219,11 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
     good = numbers_of(tables_for(W)[kind])
     assert HybridSpecConfig(**{kind: good}) == HybridSpecConfig(**{kind: tables_for(W)[kind]})
     for name, value in good.items():
-        bad = [None, {}, b"1"] if name in TEXTS else [with_leaf(value, x) for x in (None, "1", True, NAN, math.inf)]
+        bad = (
+            [None, {}, b"1"]
+            if name in TEXTS
+            else [with_leaf(value, x) for x in (None, "1", True, NAN, math.inf, -(10**400))]
+        )
         for broken in bad:
             with pytest.raises(ValueError, match=f"{name} must"):
                 HybridSpecConfig(**{kind: {**good, name: broken}})
@@ -233,7 +237,7 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
     ("cost", {"expert_cost": -1.0}, ">= 0"),
     ("cost", {"context": -1}, "context must be a whole number"),
     ("cost", {"context": 1.5}, "context must be a whole number"),
-    ("cost", {"throughput": -1.0}, "both >= 0"),
+    ("cost", {"throughput": -1.0}, "throughput must be .* >= 0"),
     ("cost", {"target_cost": (0.0, -1.0) + (1.0,) * D}, ">= 0"),
     ("acceptance", {"confidence_knots": ((1.0, 0.0),) * D, "acceptance_knots": ((0.0, 1.0),) * D}, "ascend"),
     ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((0.0, 50.0),) * D}, "in \\[0, 1\\]"),
@@ -241,7 +245,40 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
     ("acceptance", {"confidence_knots": (), "acceptance_knots": ()}, "rows"),
     ("acceptance", {"reference_rounds": ((0.5,) * D, (0.5,) * 3)}, "reference_rounds"),
     ("acceptance", {"weights": (0.0,) * 5}, "6 numbers"),
+    *(("acceptance", {"reference_rounds": ((0.5,) * (D - 1) + (value,),)}, "reference_rounds .*in \\[0, 1\\]")
+      for value in (-0.1, 1.1)),
+    *(("experts", {name: value}, f"{name} must be a whole number")
+      for name in ("num_moe_layers", "top_k") for value in (-1, 1.5, 3.0, True, (3,))),
 ])  # fmt: skip
 def test_tables_refuse_numbers_without_meaning(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         replace(tables_for(W)[kind], **changes)
+
+
+def nested(depth):
+    """A list in a list in a list, ..."""
+    value: object = 1.0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("kind, name, depth", [
+    ("acceptance", "confidence_knots", 2), ("acceptance", "acceptance_knots", 2), ("acceptance", "weights", 1),
+    ("acceptance", "reference_rounds", 2), ("cost", "target_cost", 1), ("cost", "fixed_cost", 0),
+    ("cost", "throughput", 0), ("cost", "context", 0), ("experts", "mean_new_pairs", 1),
+    ("experts", "mean_new_pairs_given", 2), ("experts", "num_moe_layers", 0),
+])  # fmt: skip
+def test_tables_of_another_depth_are_refused(kind, name, depth):
+    good = numbers_of(tables_for(W)[kind])
+    for other in {0, 1, 2, 3, 100_000} - {depth}:
+        with pytest.raises(ValueError, match=f"{name} must"):
+            HybridSpecConfig(**{kind: {**good, name: nested(other)}})
+
+
+def test_a_second_wrong_pair_is_told_too():
+    given = HybridSpecConfig(**tables_for(W), calibrated_for=replace(MADE_FOR, target="told"))
+    target = SimpleNamespace(**vars(PAIR), cache_shape=SimpleNamespace(device=torch.device("cpu")))
+    for pair in (PairIdentity("first", "e"), PairIdentity("second", "e")):
+        with pytest.warns(UserWarning, match=f"target told .*another pair .target {pair.target}, drafter e"):
+            choose_tables(given, target, W, pair)
