@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hybridspec_hf import __version__
 from hybridspec_hf.commands import bench, calibrate, demo, generate
 
 
@@ -14,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        The exit status: 0, 1 if the demo or a bench found a difference in fp32, 2 for a mistake in the call.
+        The exit status: 0, 1 if the demo or a bench found a difference in fp32, 2 for a mistake in the call,
+        130 if interrupted.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -23,11 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"hybridspec {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"hybridspec {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="hybridspec", description="Exact speculative decoding for GDN-MoE models.")
+    parser.add_argument("--version", action="version", version=f"hybridspec_hf {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo.add_parser(subparsers)
     generate.add_parser(subparsers)

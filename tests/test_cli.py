@@ -220,3 +220,12 @@ def test_quickstart_example_runs(
     monkeypatch.setattr(hybridspec_hf, "__file__", str(tmp_path / "__init__.py"))
     runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"))
     assert "verified per round" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert main(["demo"]) == 130
+    assert "hybridspec demo: interrupted" in capsys.readouterr().err

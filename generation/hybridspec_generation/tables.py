@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
@@ -78,10 +78,10 @@ class AcceptanceTable(_Table):
         source: the pair and data it was fitted on.
     """
 
-    confidence_knots: tuple[Row, ...]
-    acceptance_knots: tuple[Row, ...]
+    confidence_knots: tuple[Row, ...] = field(repr=False)
+    acceptance_knots: tuple[Row, ...] = field(repr=False)
     weights: Row
-    reference_rounds: tuple[Row, ...] = ()
+    reference_rounds: tuple[Row, ...] = field(default=(), repr=False)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class ExpertTable(_Table):
     """
 
     mean_new_pairs: Row
-    mean_new_pairs_given: tuple[Row, ...]
+    mean_new_pairs_given: tuple[Row, ...] = field(repr=False)
     num_moe_layers: int
     top_k: int
     source: str = ""

@@ -119,7 +119,7 @@ def analysis_lines(analysis: Analysis) -> Iterator[str]:
     before, after = analysis.reliability["confidence"], analysis.reliability["table"]
     yield (
         f"Expected calibration error {before.error:.4f} by the drafter's confidence, {after.error:.4f} by the table"
-        f"{f', {before.error / after.error:.1f} times less' if after.error else ''}. By position:\n"
+        f"{factor(before.error, after.error)}. By position:\n"
     )
     positions = range(1, len(before.by_position) + 1)
     yield from table(
@@ -129,6 +129,15 @@ def analysis_lines(analysis: Analysis) -> Iterator[str]:
     )  # fmt: skip
     if analysis.routing_correlation is not None:
         yield f"\nNew experts of Layer 0 and of the later layers correlate by {analysis.routing_correlation:.2f}."
+
+
+def factor(before: float, after: float) -> str:
+    """How many times less one error is than another, in words; of one that grew, what to do."""
+    if not after:
+        return ""
+    if after < before:
+        return f", {before / after:.1f} times less"
+    return ": the table is no better than the confidence alone. Capture more rounds"
 
 
 def modelled_row(found: Modelled, best: Modelled) -> list[str]:

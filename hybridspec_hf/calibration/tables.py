@@ -69,7 +69,11 @@ def choose_tables(
     if config.acceptance is None:
         notes.append(f"acceptance: shipped default ({acceptance.source})")
     stranger = another_pair(config.calibrated_for, pair)
-    here = "" if pair is None else f"this is another pair (target {pair.target}, drafter {pair.drafter})"
+    here = (
+        ""
+        if pair is None
+        else f"this is another pair, or another dtype of it (target {pair.target}, drafter {pair.drafter})"
+    )
     experts = config.experts
     if experts is None or (stranger and not fits_target(experts, target)):
         # a target without routers has counted nothing that could be scaled

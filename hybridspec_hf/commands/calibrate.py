@@ -96,6 +96,8 @@ def print_report(result: Calibration) -> None:
     print(f"acceptance length    {report['acceptance_length']:.2f} tokens a round")
     judged = "prompts it was not fitted on" if errors["unseen"] else "the prompts it was fitted on: too few for others"
     print(f"calibration error    {errors['confidence']:.4f} before, {errors['table']:.4f} after (on {judged})")
+    if errors["table"] >= errors["confidence"]:
+        print("                     no better than the drafter's confidence alone: use more prompts or longer answers")
     if report["routing_correlation"] is not None:
         print(f"routing correlation  {report['routing_correlation']:.2f}, new experts of Layer 0 with later ones")
     print(f"rho                  {report['throughput']:.1f} tokens/s")

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--policy {policy} drafts tokens, but no --drafter was given. Pass one, or --policy ar.")
     if args.config is not None and policy == AUTOREGRESSIVE:
         raise ValueError(
-            "--config holds tables for drafting, but nothing is drafted. Leave it out, or pass --drafter."
+            "--config holds tables for drafting, but nothing is drafted. Leave it out, or pass --drafter and another "
+            "--policy than ar."
         )
     config = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
     if args.threads is not None:

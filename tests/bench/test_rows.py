@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from hybridspec_hf import CostTable, HybridSpecConfig
 from hybridspec_hf.bench.pair_prompts import SHIPPED, load_bench_prompts
+from hybridspec_hf.bench.pair_tables import factor
 from hybridspec_hf.bench.rows import SYSTEMS, BenchRow, ablation_names, parse_row, parse_rows
 from hybridspec_hf.commands.pair import TINY_PAIR
 
@@ -87,3 +88,9 @@ def test_split_limit_and_category(tokenizer, tmp_path):
         load_bench_prompts(path, tokenizer)
     with pytest.raises(FileNotFoundError, match="no prompt file"):
         load_bench_prompts(tmp_path / "missing", tokenizer)
+
+
+@pytest.mark.parametrize("after, words", [(0.05, "2.0 times less"), (0.2, "no better"), (0.1, "no better"), (0.0, "")])
+def test_a_calibration_that_does_not_help_is_told(after, words):
+    text = factor(0.1, after)
+    assert words in text and bool(text) == bool(words)
