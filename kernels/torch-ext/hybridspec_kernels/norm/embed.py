@@ -50,9 +50,11 @@ def _embed_rms_norm_kernel(
     b_w = tl.load(weight + o_h, mask=m_h, other=0.0)
     await_previous(USE_PDL)
     token = tl.load(tokens + i_t, mask=i_t < N, other=filler).to(tl.int64)
-    known = (token >= 0) & (token < V)
+    # a row of equal numbers: Triton 3.9's interpreter joins no single mask to one of a row
+    b_t = token + tl.zeros((BH,), tl.int64)
+    known = (b_t >= 0) & (b_t < V)
     # int64: a table may have more than 2^31 elements
-    b_r = tl.load(table + token * H + o_h, mask=m_h & known, other=tl.where(known, 0.0, float("nan")))
+    b_r = tl.load(table + b_t * H + o_h, mask=m_h & known, other=tl.where(known, 0.0, float("nan")))
     start_next(USE_PDL)
     tl.store(residual + o_row, b_r, mask=m_h)
     tl.store(out + o_row, rms_norm(b_r, b_w, H, eps, ZERO_CENTERED), mask=m_h)
