@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.pair_folder import save_pair
 from support.tiny_models import tiny_drafter, tiny_target
-from test_cli import EOS_ID, character_tokenizer
 
 from hybridspec_generation import CostTable, HybridSpecConfig
 from hybridspec_hf.bench import pair_run
@@ -27,14 +27,8 @@ PROMPTS = [("math", "What is 2 + 3?"), ("writing", "Write about rain."), ("math"
 
 @pytest.fixture(scope="module")
 def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny_target(eos_token_id=EOS_ID)
-    target.save_pretrained(folder / "target")
-    character_tokenizer().save_pretrained(folder / "target")
-    tiny_drafter(target, num_target_layers=4).save_pretrained(folder / "drafter")
     rows = [{"category": category, "prompt": prompt, "split": "test"} for category, prompt in PROMPTS]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return save_pair(tmp_path_factory.mktemp("pair"), rows)
 
 
 def run_bench(folder: Path, output: Path, *arguments: str) -> int:
@@ -220,7 +214,7 @@ def test_lengths_and_tables_of_another_block_are_refused_before_loading(
     cost = CostTable(target_cost=(0.0,) * 41, fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0)
     HybridSpecConfig(cost=cost).save_pretrained(tmp_path / "config")
     assert run_bench(pair_folder, tmp_path, "--config", str(tmp_path / "config")) == 2
-    assert "The cost table of the config is for a block of 40 tokens" in capsys.readouterr().err
+    assert "The cost table of hybridspec_config is for a block of 40 tokens" in capsys.readouterr().err
 
 
 def test_a_damaged_capture_beside_the_config_is_a_note_and_old_files_go(

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import MASK_ID, VOCAB, tiny_drafter, tiny_target
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from support.pair_folder import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybridspec_hf
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import demo
 
-EOS_ID = MASK_ID - 1
 PROMPTS = [{"category": "math", "prompt": "What is 2 + 3?"}, {"category": "writing", "prompt": "Write about rain."}]
 ROW_KEYS = {
     "policy",
@@ -30,27 +28,10 @@ ROW_KEYS = {
 }
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, then EOS and the mask: exactly the tiny models' vocabulary."""
-    characters = {chr(code): code - 32 for code in range(32, 127)}
-    vocab = {**characters, "<eos>": EOS_ID, "<mask>": MASK_ID}
-    assert len(vocab) == VOCAB
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=template)
-
-
 @pytest.fixture(scope="module")
 def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random pair in the layout of the shipped one."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = tiny_target(eos_token_id=EOS_ID)
-    target.save_pretrained(folder / "target")
-    character_tokenizer().save_pretrained(folder / "target")
-    tiny_drafter(target, num_target_layers=4).save_pretrained(folder / "drafter")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
-    return folder
+    return save_pair(tmp_path_factory.mktemp("pair"), PROMPTS)
 
 
 def plain_text(folder: Path, prompt: str, max_new_tokens: int) -> str:

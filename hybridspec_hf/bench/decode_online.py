@@ -14,7 +14,7 @@ from ..calibration.gains import request_rates
 from ..calibration.tables import pooled_throughput
 from .decode_traces import load_acceptance, load_trace
 
-# milliseconds of a round of the 35B's shape on one H200, by length
+# milliseconds of a round of the 35B's shape on one H200, by length, in an earlier version: an example
 ROUND_MS = {2: 3.5, 4: 4.3, 8: 5.25, 16: 6.35}
 
 

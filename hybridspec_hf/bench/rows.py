@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.gdn import GDN_BACKENDS
 
+from ..calibration.tables import check_blocks
+
 AUTOREGRESSIVE = "ar"
 DEFAULT_BACKEND = "block"
 FULL = "full"
@@ -114,15 +116,8 @@ def check_block(rows: Sequence[BenchRow], tables: HybridSpecConfig | None, block
     for row in rows:
         if row.drafts and not row.config().is_adaptive:
             row.config().fixed_length(block)
-    if tables is None:
-        return
-    given = {"acceptance": tables.acceptance, "experts": tables.experts, "cost": next(iter(tables.costs), None)}
-    for name, table in given.items():
-        if table is not None and table.block != block:
-            raise ValueError(
-                f"The {name} table of the config is for a block of {table.block} tokens (anchor included), the "
-                f"drafter's has {block}. Calibrate with this drafter."
-            )
+    if tables is not None:
+        check_blocks(tables, block)
 
 
 def ablation_names(lengths: Sequence[int] = STATIC_LENGTHS) -> list[str]:

@@ -63,7 +63,7 @@ def choose_tables(
     Raises:
         ValueError: if a given table has another block size; or is another target's, unless the config says whose.
     """
-    _check_blocks(config, block)
+    check_blocks(config, block)
     acceptance = config.acceptance or fit_acceptance(default_tables()[0], block)
     notes = []
     if config.acceptance is None:
@@ -123,7 +123,12 @@ def _warn_once(text: str) -> None:
     warnings.warn(f"HybridSpec: {text}.", stacklevel=3)
 
 
-def _check_blocks(config: HybridSpecConfig, block: int) -> None:
+def check_blocks(config: HybridSpecConfig, block: int) -> None:
+    """Refuse tables of another block than the drafter's W tokens.
+
+    Raises:
+        ValueError: naming the table.
+    """
     first = {"acceptance": config.acceptance, "experts": config.experts, "cost": next(iter(config.costs), None)}
     for name, table in first.items():
         if table is not None and table.block != block:
