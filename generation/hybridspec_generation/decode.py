@@ -3,8 +3,7 @@
 from collections.abc import Generator
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .round import Round, run_round
 from .state import READOUT_HEADER, RoundState
@@ -43,11 +42,11 @@ def decode(r: Round) -> Generator[RoundReadout]:
 
 def read_round(state: RoundState) -> RoundReadout:
     """Copy the round's result to the host: the one wait of a round."""
-    return parse_readout(state.readout.cpu())
+    return parse_readout(state.readout.cpu().numpy())
 
 
-def parse_readout(readout: Tensor) -> RoundReadout:
-    """`RoundState.readout`, copied to the host, -> what it says."""
-    finished, emitted, accepted, nominal, stage0, verify = readout[:READOUT_HEADER].view(torch.int32).tolist()[:6]
+def parse_readout(readout: np.ndarray) -> RoundReadout:
+    """`RoundState.readout`, copied to the host, -> what it says; without PyTorch, see `GraphedRounds.decode`."""
+    finished, emitted, accepted, nominal, stage0, verify = readout[:READOUT_HEADER].view(np.int32).tolist()[:6]
     tokens = readout[READOUT_HEADER:].tolist()
     return RoundReadout(tokens[:emitted], bool(finished), accepted, nominal, stage0, verify)

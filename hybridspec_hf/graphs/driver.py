@@ -78,7 +78,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),
     "cuGraphDestroy": (c_void_p,),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuEventRecord": (c_void_p, c_void_p),
 }
+# calls of a round, over in microseconds: they keep the interpreter's lock, which a busy thread gives back after 5 ms only
+QUICK = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGraphLaunch", "cuMemcpyDtoHAsync_v2", "cuEventRecord")
 
 
 @lru_cache
@@ -88,8 +92,14 @@ def library() -> ctypes.CDLL:
 
 
 @lru_cache
+def _quick_library() -> ctypes.PyDLL:
+    """The same library, whose functions keep the interpreter's lock."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+@lru_cache
 def _function(name: str) -> Any:
-    function = getattr(library(), name)
+    function = getattr(_quick_library() if name in QUICK else library(), name)
     function.argtypes, function.restype = ARGUMENTS[name], c_int
     return function
 

@@ -17,6 +17,7 @@ from hybridspec_generation.round.proposal import propose
 from hybridspec_generation.round.selector import select
 from hybridspec_generation.round.stage0 import stage0
 
+from . import driver
 from .capture import capture
 from .conditional import Chain, ParentGraph
 from .warming import warm_up
@@ -93,6 +94,8 @@ class GraphedRounds:
         self.split = r.policy.corrects if split is None else split
         device, size = r.state.readout.device, len(r.state.readout)
         self.stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            self.context = driver.current_context()
         self.events = [torch.cuda.Event() for _ in range(AHEAD)]
         with torch.inference_mode(False):
             # readouts of a launch's rounds, and how many of them ran
@@ -102,6 +105,9 @@ class GraphedRounds:
             self.limit = torch.full((1,), rounds_per_launch, dtype=torch.int32, device=device)
             self.ring = torch.zeros(AHEAD, rounds_per_launch, size, dtype=torch.int64, pin_memory=True)
             self.turns = torch.ones(AHEAD, 1, dtype=torch.int64, pin_memory=True)
+        # a handle comes with the first record
+        for event in self.events:
+            event.record(self.stream)
         self.parent: ParentGraph | None = None
         self._build()
 
@@ -165,8 +171,13 @@ class GraphedRounds:
     # ---- decoding
 
     def decode(self) -> Generator[RoundReadout]:
-        """Run rounds until the request is finished, as `hybridspec_generation.decode`; more may run behind it."""
+        """Run rounds until the request is finished, as `hybridspec_generation.decode`; more may run behind it.
+
+        A round gives up the interpreter's lock once, where it waits: beside a thread that computes, every operation of
+        PyTorch would cost the 5 ms after which that thread lets go.
+        """
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        ring, turns = self.ring.numpy(), self.turns.numpy()
         in_flight: deque[int] = deque()
         launched, finished = 0, False
         try:
@@ -177,28 +188,31 @@ class GraphedRounds:
                     in_flight.append(slot)
                     launched += 1
                 slot = in_flight.popleft()
-                self.events[slot].synchronize()
-                # copied, because the slot is written again by the next launch but one
-                for readout in self.ring[slot][: int(self.turns[slot])].clone():
-                    parsed = parse_readout(readout)
-                    finished = parsed.finished
-                    yield parsed
+                if not self.events[slot].query():
+                    self.events[slot].synchronize()
+                # all of them now, because the slot is written again by the next launch but one
+                for readout in [parse_readout(row) for row in ring[slot, : int(turns[slot, 0])]]:
+                    finished = readout.finished
+                    yield readout
         finally:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _launch(self, slot: int) -> None:
         """Queue one launch, and the copy of its result behind it."""
-        with torch.cuda.stream(self.stream):
-            if self.parent is not None:
-                self.parent.launch(self.stream)
-            else:
+        if self.parent is not None:
+            self.parent.launch(self.stream)
+        else:
+            with torch.cuda.stream(self.stream):
                 self._replay()
-            if self.rounds_per_launch > 1:
-                self.ring[slot].copy_(self.history, non_blocking=True)
-                self.turns[slot].copy_(self.turn, non_blocking=True)
-            else:
-                self.ring[slot, 0].copy_(self.r.state.readout, non_blocking=True)
-            self.events[slot].record(self.stream)
+        stream = self.stream.cuda_stream
+        copies = [(self.ring, self.r.state.readout)]
+        if self.rounds_per_launch > 1:
+            copies = [(self.ring, self.history), (self.turns, self.turn)]
+        with driver.using(self.context):
+            for ring, result in copies:
+                size = result.nbytes
+                driver.call("cuMemcpyDtoHAsync_v2", ring.data_ptr() + slot * size, result.data_ptr(), size, stream)
+            driver.call("cuEventRecord", self.events[slot].cuda_event, stream)
 
     def _replay(self) -> None:
         """A round graph by graph; the CPU waits for every length."""

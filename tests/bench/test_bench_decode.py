@@ -452,7 +452,7 @@ def test_ways_to_launch_write_the_same_text():
     pair = build("tiny", "cuda", torch.bfloat16)
     script = script_of(pair, "roleplay")
     with torch.no_grad():
-        ways = compare_launches(pair, pair.text(40), script, 64)
+        ways = list(compare_launches(pair, pair.text(40), script, 64))
         split = compare_split(pair, pair.text(40), script, 50)
     assert [way.busy for way in ways] == [False, True] * 4 and all(way.known_text for way in ways)
     assert len({way.way for way in ways}) == 4
