@@ -5,6 +5,7 @@
     python scripts/bench_decode.py --shape 35b --modes ar dflash hybridspec --categories coding roleplay
     python scripts/bench_decode.py --shape 35b --modes ar dflash static systems ablations --policies dspark
     python scripts/bench_decode.py --shape 35b --modes launches split --categories roleplay    # ways to launch
+    python scripts/bench_decode.py --shape 35b --modes contexts                # latency behind 1k, 8k, 32k tokens
 
 Scripted acceptance, random weights: the target and its drafter have the sizes of the named models and random weights,
 made so that the target's greedy text is known. The drafter runs at its true cost; its proposals are then overwritten
@@ -26,7 +27,7 @@ MODES = ["stock", "ar", "dflash", "static", "hybridspec"]
 # the rows of the paper's Tables 1 and 3, when asked for
 TABLES = ["systems", "ablations"]
 # on a GPU, when asked for
-MORE_MODES = ["launches", "split"]
+MORE_MODES = ["launches", "split", "contexts"]
 CATEGORIES = ["coding", "math", "reasoning", "rag", "summarization", "writing", "roleplay"]
 
 
@@ -66,7 +67,7 @@ def parse() -> argparse.Namespace:
     args.categories = list(dict.fromkeys(args.categories))
     on_gpu = args.device == "cuda"
     if not on_gpu and set(args.modes) & set(MORE_MODES):
-        parser.error(f"the modes {' and '.join(MORE_MODES)} compare CUDA graphs: they need --device cuda.")
+        parser.error(f"the modes {', '.join(MORE_MODES)} measure CUDA graphs: they need --device cuda.")
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.new_tokens = args.new_tokens or (512 if on_gpu else 64)
     args.repeats = args.repeats or (3 if on_gpu else 1)

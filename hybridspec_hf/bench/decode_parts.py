@@ -12,7 +12,7 @@ from hybridspec_generation.round.acceptance import accept
 from hybridspec_generation.round.commit import commit
 
 from ..calibration.capture import open_round
-from ..calibration.latency import run_target, wall_seconds
+from ..calibration.latency import WINDOWS, Timer, run_target, wall_seconds
 from ..engine import get_engine
 from ..graphs.rounds import emit_nothing
 from ..graphs.timing import graph_seconds
@@ -33,12 +33,16 @@ class Work(NamedTuple):
 def time_parts(
     pair: RandomPair, prompt: Tensor, lengths: Sequence[int], floors: DecodeFloors, bandwidth: float | None
 ) -> list[Parts]:
-    """Shortest times of a draft and of the target's stages; where kernels run, as graphs, and by kind of layer too."""
+    """Times of a draft and of the target's stages; where kernels run, as graphs, and by kind of layer too.
+
+    Each is the shortest of several on one piece of text, averaged over `WINDOWS` pieces.
+    """
     block = pair.drafter.config.block_size
     r = open_round(pair.target, pair.drafter, prompt, budget=block, eos=[])
-    text = follow(pair.successor, prompt[0, -1:], block + 1)[1:]
+    windows = follow(pair.successor, prompt[0, -1:], WINDOWS * block + 1)[1:].split(block)
+    text = windows[0].clone()
     target = kernel_target(pair, r)
-    timer = wall_seconds if target is None else partial(graph_seconds, device=text.device)
+    timer: Timer = wall_seconds if target is None else partial(graph_seconds, device=text.device)
     r = r if target is None else replace(r, target=target)
     assert r.drafter is not None
     emit_nothing(r)
@@ -49,7 +53,7 @@ def time_parts(
         work.append(Work(f"verification of {w}", partial(run_target, r, text, w), sum(moved.values())))
         if target is not None:
             work += [part._replace(part=f"  {w}: {part.part}") for part in kinds(target, r, w, moved)]
-    times = timer([part.run for part in work])
+    times = timer([part.run for part in work], inputs=[partial(text.copy_, window) for window in windows])
     return [
         Parts(part.part, 1e3 * seconds, None if part.bytes is None else floor_ms(part.bytes, bandwidth))
         for part, seconds in zip(work, times, strict=True)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
+from .decode_contexts import ContextCost
+
 LABEL = "scripted acceptance, random weights"
 # the category of what does not depend on one
 ALL = "all"
@@ -94,7 +96,8 @@ class DecodeBenchmark:
 
     Attributes:
         rows: of our engine. stock: of transformers'. parts: of a round. floors: bytes and times, `DecodeFloors`.
-        launches: ways to launch a round. split: with and without the boundary behind Layer 0's router.
+        launches: ways to launch a round. split: with and without the boundary behind Layer 0's router. contexts:
+            latency behind prompts of several lengths.
     """
 
     floors: dict[str, Any]
@@ -103,6 +106,7 @@ class DecodeBenchmark:
     parts: list[Parts] = field(default_factory=list)
     launches: list[Launches] = field(default_factory=list)
     split: Split | None = None
+    contexts: list[ContextCost] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -189,7 +193,7 @@ def mean_lines(report: DecodeBenchmark) -> Iterator[str]:
 
 def part_lines(parts: list[Parts]) -> Iterator[str]:
     """A round's parts beside their floors."""
-    yield "Parts of a round, each alone, as a graph where kernels run (the shortest of several):"
+    yield "Parts of a round, each alone, as a graph where kernels run (shortest of several, mean over texts):"
     for part in parts:
         floor = "" if part.floor_ms is None else f", floor {part.floor_ms:.3f} ms, {part.ms / part.floor_ms:.2f}x"
         yield f"{part.part}: {part.ms:.3f} ms{floor}"
@@ -210,6 +214,18 @@ def split_line(split: Split) -> str:
         f"Split at the router boundary {split.split_ms:.3f} ms a round, unsplit {split.unsplit_ms:.3f} ms, over "
         f"{split.rounds} rounds: tokens, acceptance and rounds {'the same' if split.same else 'DIFFER'}"
     )
+
+
+def context_lines(contexts: list[ContextCost]) -> Iterator[str]:
+    """The target's latency behind prompts of several lengths."""
+    for each in contexts:
+        cost, first = each.cost, contexts[0].cost.context
+        curve = ", ".join(f"{1e3 * c:.3f}" for c in cost.target_cost[2:])
+        yield (
+            f"Behind {cost.context} tokens: {1e3 * cost.fixed_cost:.3f} ms for a draft and 2 tokens; more for 2 to "
+            f"{cost.block} tokens: {curve}; rho {cost.throughput:.1f}; modelled throughput over that with the curve "
+            f"of {first}: {each.gain:.5f}"
+        )
 
 
 def _bandwidth(report: DecodeBenchmark) -> str:

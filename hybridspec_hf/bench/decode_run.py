@@ -15,6 +15,7 @@ from hybridspec_generation import HybridSpecConfig
 
 from ..calibration.latency import synchronize
 from ..engine import release
+from .decode_contexts import compare_contexts
 from .decode_floors import DecodeFloors
 from .decode_launches import compare_launches, compare_split
 from .decode_models import RandomPair, follow
@@ -24,6 +25,7 @@ from .decode_report import (
     DecodeBenchmark,
     Row,
     Stock,
+    context_lines,
     head_lines,
     launch_line,
     mean_lines,
@@ -51,8 +53,9 @@ class Plan:
 
     Attributes:
         modes: of "stock", "ar", "dflash", "static" and "hybridspec"; "systems" and "ablations" (the rows of the
-            paper's Tables 1 and 3, see `rows`); with the first trace, "launches" (ways to launch a round) and "split"
-            (with and without the boundary behind Layer 0's router), on a GPU.
+            paper's Tables 1 and 3, see `rows`); on a GPU, with the first trace "launches" (ways to launch a round) and
+            "split" (with and without the boundary behind Layer 0's router), and "contexts" (latency behind prompts of
+            several lengths).
         policies: more rows, by their names in `rows`.
         lengths: of "static" and of the parts.
         context, new_tokens: tokens of the prompt and of an answer. repeats: timed requests of each kind.
@@ -122,6 +125,10 @@ def run_benchmark(
     for way in compare_launches(pair, prompt, script, plan.new_tokens) if "launches" in plan.modes else ():
         report.launches.append(way)
         say(launch_line(way))
+    if "contexts" in plan.modes:
+        release(pair.target)
+        report.contexts += compare_contexts(pair, say)
+        say_all(say, context_lines(report.contexts))
     return report
 
 

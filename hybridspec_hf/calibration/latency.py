@@ -1,7 +1,7 @@
 """The target's latency by verification length on this machine -> CostTable (Appendix A.2), in seconds of measuring.
 
-Measured inside a request, between prefill and the first round: stages run on the prompt's own last tokens without a
-commit, so nothing of the request changes.
+Measured inside a request, between prefill and the first round: stages run on pieces of the prompt without a commit, so
+nothing of the request changes.
 """
 
 import time
@@ -15,15 +15,18 @@ import torch
 from hybridspec_generation.round import Round
 from hybridspec_generation.tables import CostTable
 
-from ..graphs.timing import graph_seconds
+from ..graphs.timing import graph_seconds, mean_times
 
 LENGTHS = (2, 4, 8, 12, 16)
 REPEATS = 5
+# pieces of text to time the target on: how many experts a few tokens choose differs from one to the next. One where
+# operations are launched one by one, which takes most of their time
+WINDOWS = 8
 MIN_COST = 1e-9
 
 
-# seconds of each run, one after the other
-Timer = Callable[[Sequence[Callable[[], object]]], list[float]]
+# runs, and what writes their inputs -> seconds of each run
+Timer = Callable[..., list[float]]
 
 
 def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtime: str = "") -> CostTable:
@@ -31,7 +34,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
 
     Args:
         r: a round whose cache holds a prompt; nothing of it is committed.
-        tokens: `[T]`, int64, text to verify: its last W tokens are used, repeated if T < W.
+        tokens: `[T]`, int64, text of which pieces of W tokens are verified, repeated if T < W.
         graphs: time CUDA graphs, because rounds run as graphs; else launches one by one.
         runtime: what runs the rounds, for the table.
 
@@ -40,10 +43,12 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
     """
     block, drafter = r.state.block, r.drafter
     assert drafter is not None
-    text = tokens.repeat(-(-block // len(tokens)))[-block:]
+    windows = text_windows(tokens, block, WINDOWS if graphs else 1)
+    text = windows[0].clone()
+    inputs = [partial(text.copy_, window) for window in windows]
     lengths = sorted({min(w, block) for w in (*LENGTHS, block)})
     timer: Timer = partial(graph_seconds, device=text.device) if graphs else wall_seconds
-    whole = timer([partial(run_target, r, text, w) for w in lengths])
+    whole = timer([partial(run_target, r, text, w) for w in lengths], inputs=inputs)
     first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in lengths])
     (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length, r.state.draft)])
 
@@ -60,8 +65,16 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
         runtime=runtime,
         context=int(r.cache.length),
         source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
-        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, shortest of {REPEATS}",
+        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, {len(windows)} pieces of text, "
+        f"shortest of {REPEATS} each",
     )
+
+
+def text_windows(tokens: torch.Tensor, block: int, count: int) -> list[torch.Tensor]:
+    """At most `count` pieces of `block` tokens of a text `[T]`, evenly apart from its end on; a short text repeats."""
+    text = tokens.repeat(-(-block // len(tokens)))
+    starts = np.linspace(len(text) - block, 0, count).round().astype(int).tolist()
+    return [text[start : start + block] for start in dict.fromkeys(starts)]
 
 
 def run_target(r: Round, text: torch.Tensor, w: int) -> None:
@@ -92,9 +105,9 @@ def slope(x: list[int], y: list[float]) -> float:
     return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
 
 
-def wall_seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Wall-clock time of each run, launched operation by operation."""
-    return [seconds(run) for run in runs]
+def wall_seconds(runs: Sequence[Callable[[], object]], inputs: Sequence[Callable[[], object]] = ()) -> list[float]:
+    """Wall-clock time of each run, launched operation by operation; see `graph_seconds`."""
+    return mean_times(lambda: [seconds(run) for run in runs], inputs)
 
 
 def seconds(run: Callable[[], object]) -> float:

@@ -81,7 +81,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuEventRecord": (c_void_p, c_void_p),
 }
-# calls of a round, over in microseconds: they keep the interpreter's lock, which a busy thread gives back after 5 ms only
+# calls of a round, over in microseconds: they keep the interpreter's lock, which a busy thread gives back after 5 ms
 QUICK = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGraphLaunch", "cuMemcpyDtoHAsync_v2", "cuEventRecord")
 
 

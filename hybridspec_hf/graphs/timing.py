@@ -1,6 +1,7 @@
 """Work on the GPU -> seconds that it takes as a captured graph: what a round pays for it."""
 
 from collections.abc import Callable, Sequence
+from statistics import mean
 
 import torch
 
@@ -10,8 +11,14 @@ from .warming import warm_up
 REPEATS = 5
 
 
-def graph_seconds(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Shortest time of each run as a graph, of a few; they are compiled together before."""
+def graph_seconds(
+    runs: Sequence[Callable[[], object]], device: torch.device, inputs: Sequence[Callable[[], object]] = ()
+) -> list[float]:
+    """Shortest time of each run as a graph, of a few; they are compiled together before.
+
+    Args:
+        inputs: each writes what all runs read, where they read it: the times are the means over these inputs.
+    """
     stream = torch.cuda.Stream(device)
     warm_up(runs, stream)
     pool = torch.cuda.graph_pool_handle()
@@ -19,7 +26,18 @@ def graph_seconds(runs: Sequence[Callable[[], object]], device: torch.device) ->
     for graph in graphs:
         graph.instantiate()
     with torch.cuda.stream(stream):
-        return [shortest(graph, stream) for graph in graphs]
+        return mean_times(lambda: [shortest(graph, stream) for graph in graphs], inputs)
+
+
+def mean_times(measure: Callable[[], list[float]], inputs: Sequence[Callable[[], object]]) -> list[float]:
+    """What `measure` says of each run, averaged over the inputs; with none, of what is there."""
+    if not inputs:
+        return measure()
+    times = []
+    for write in inputs:
+        write()
+        times.append(measure())
+    return [mean(of_run) for of_run in zip(*times, strict=True)]
 
 
 def shortest(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:

@@ -15,7 +15,8 @@ from torch.utils._device import _device_constructors
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.state import Draft
 from hybridspec_hf import strategy
-from hybridspec_hf.bench import decode_models, decode_record, decode_run
+from hybridspec_hf.bench import decode_models, decode_record, decode_report, decode_run
+from hybridspec_hf.bench.decode_contexts import compare_contexts
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
 from hybridspec_hf.bench.decode_launches import busy_while_decoding, compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
@@ -438,6 +439,17 @@ def test_a_thread_is_busy_while_a_request_decodes(pair, monkeypatch):
         generate(pair, pair.text(8), 8, "full")
     assert alive == [before, before + 1] and threading.active_count() == before
     assert strategy.run_rounds is watched
+
+
+def test_contexts_have_curves_of_their_own(pair):
+    said = []
+    measured = compare_contexts(pair, said.append, (40, 100))
+    assert [each.cost.context for each in measured] == [40, 100] and not said
+    assert all(each.cost.throughput > 0 for each in measured)
+    # over itself; noise decides about the other
+    assert measured[0].gain == 1.0 and 0.5 < measured[1].gain < 2
+    lines = list(decode_report.context_lines(measured))
+    assert lines[1].startswith("Behind 100 tokens: ") and "with the curve of 40: " in lines[1]
 
 
 def test_graphs_are_compared_on_a_gpu_only(monkeypatch, capsys):
