@@ -39,8 +39,9 @@ def test_steps_are_the_round(policy, longest, split):
             run_round(a)
             run_steps(b, range(2, longest + 1), split)
             assert torch.equal(a.state.readout, b.state.readout)
+    # Stage 0 runs on other numbers of rows, which a matrix product on a CPU rounds otherwise
     for x, y in zip(committed(a), committed(b), strict=True):
-        assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", [FixedLength(5), RandomLengths(seed=1)])
