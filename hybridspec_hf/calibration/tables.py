@@ -78,7 +78,7 @@ def choose_tables(
     if experts is None or (stranger and not fits_target(experts, target)):
         # a target without routers has counted nothing that could be scaled
         counted = experts if experts and experts.top_k else default_tables()[1]
-        if counted is not experts:
+        if counted is not experts and target.top_k:
             notes.append(f"experts: shipped default ({counted.source})")
         experts = fit_experts(counted, block, target.top_k, target.num_moe_layers)
     if not fits_target(experts, target):

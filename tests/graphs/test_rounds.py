@@ -217,7 +217,7 @@ def test_a_failure_while_measuring_leaves_the_rounds_to_the_modules(monkeypatch)
     model, drafter = pair()
     ids = torch.randint(1, 90, (1, 6), device="cuda")
 
-    def refuse(runs, device):
+    def refuse(*arguments, **options):
         raise ValueError("deliberate")
 
     monkeypatch.setattr(latency, "graph_seconds", refuse)
