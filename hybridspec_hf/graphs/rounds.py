@@ -43,8 +43,8 @@ class Step(NamedTuple):
 def round_steps(r: Round, lengths: Sequence[int], split: bool) -> list[Step]:
     """What a round that chooses among `lengths` runs, in order; Stage 0 and Stage 1 apart if `split`.
 
-    Stage 0 then runs on the whole block, of which the correction reads u rows: a kernel computes 16 rows as it computes
-    one, so that this costs 2 us where a choice among graphs costs 15 (H200, 35B).
+    Stage 0 then runs on the whole block, of which the correction reads u rows: a kernel computes 16 rows as it
+    computes one, so that this costs 2 us where a choice among graphs costs 15 (H200, 35B).
     """
     s = r.state
     if len(lengths) == 1:
