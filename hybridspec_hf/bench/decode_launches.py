@@ -72,7 +72,7 @@ def compare_split(pair: RandomPair, prompt: Tensor, script: Script, rounds: int)
     for split in (True, False):
         release(pair.target)
         r = scripted_round(pair, prompt, script, rounds * SPLIT_LENGTH)
-        graphs = GraphedRounds(r, range(2, SPLIT_LENGTH + 1), "parent", split=split)
+        graphs = GraphedRounds(r, range(2, r.state.block + 1), "parent", split=split)
         budget = int(rounds * min(SPLIT_LENGTH, script.mean_emitted()))
         script.reset()
         r.state.start(follow(pair.successor, prompt[0, -1:], 2)[1:], [], budget)

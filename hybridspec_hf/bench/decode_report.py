@@ -78,7 +78,7 @@ class Launches:
 
 @dataclass(frozen=True)
 class Split:
-    """The same rounds with Stage 0 and Stage 1 as graphs of their own and in one.
+    """The same rounds with a graph that ends at the router boundary, and without.
 
     Attributes:
         rounds: of each. same: whether tokens, acceptance and rounds are equal. split_ms, unsplit_ms: a round.

@@ -19,8 +19,7 @@ from ..graphs.timing import graph_seconds, mean_times
 
 LENGTHS = (2, 4, 8, 12, 16)
 REPEATS = 5
-# pieces of text to time the target on: how many experts a few tokens choose differs from one to the next. One where
-# operations are launched one by one, which takes most of their time
+# pieces of text to time the target on: how many experts a few tokens choose differs from one to the next
 WINDOWS = 8
 MIN_COST = 1e-9
 
@@ -43,6 +42,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
     """
     block, drafter = r.state.block, r.drafter
     assert drafter is not None
+    # launched one by one, operations take their time whatever the experts
     windows = text_windows(tokens, block, WINDOWS if graphs else 1)
     text = windows[0].clone()
     inputs = [partial(text.copy_, window) for window in windows]
@@ -65,7 +65,7 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
         runtime=runtime,
         context=int(r.cache.length),
         source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
-        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, {len(windows)} pieces of text, "
+        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, mean over texts: {len(windows)}, "
         f"shortest of {REPEATS} each",
     )
 

@@ -32,24 +32,17 @@ def supported(device: torch.device | str) -> str | None:
             )
         if missing := driver.missing():
             return f"the driver lacks {', '.join(missing)}"
-        setter.load(_context(device))
+        setter.load(driver.context_of(device))
     except (OSError, RuntimeError) as error:
         return str(error)
     return None
-
-
-def _context(device: torch.device) -> int:
-    """The device's context, which PyTorch makes current with the first operation."""
-    with torch.cuda.device(device):
-        torch.zeros(1, device=device)
-        return driver.current_context()
 
 
 class _Shared:
     """What all chains of one parent share."""
 
     def __init__(self, device: torch.device) -> None:
-        self.context = _context(device)
+        self.context = driver.context_of(device)
         # [1] number of the last SWITCH whose value was out of range, counted from 1; 0 if none was
         self.error = torch.zeros(1, dtype=torch.int32, device=device)
         # captured graphs own the memory that the parent works in

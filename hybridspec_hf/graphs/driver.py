@@ -7,6 +7,8 @@ from ctypes import POINTER, c_char_p, c_int, c_longlong, c_size_t, c_uint, c_uin
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 # CUDA 12.8 is the first with SWITCH nodes; cuda.h writes a version as 1000 * major + 10 * minor
 MIN_VERSION = 12080
 
@@ -143,6 +145,13 @@ def current_context() -> int:
     if context.value is None:
         raise RuntimeError("No CUDA context is current on this thread. Run an operation on the device first.")
     return context.value
+
+
+def context_of(device: torch.device) -> int:
+    """A device's context, which PyTorch makes current with the first operation."""
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)
+        return current_context()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,10 +42,10 @@ class Step(NamedTuple):
 
 
 def round_steps(r: Round, lengths: Sequence[int], split: bool) -> list[Step]:
-    """What a round that chooses among `lengths` runs, in order; Stage 0 and Stage 1 apart if `split`.
+    """What a round that chooses among `lengths` runs, in order; with the correction in between if `split`.
 
-    Stage 0 then runs on the whole block, of which the correction reads u rows: a kernel computes 16 rows as it
-    computes one, so that this costs 2 us where a choice among graphs costs 15 (H200, 35B).
+    Stage 0 then runs on the longest length, in the graph that drafts, and the correction reads u rows of it: a row
+    more costs 0.2 us, a choice among graphs 15 (H200, 35B).
     """
     s = r.state
     if len(lengths) == 1:
@@ -79,7 +80,7 @@ class GraphedRounds:
         lengths: that a round may choose, in ascending order without gaps.
         kind: "parent" (one graph, the GPU chooses), or "per-length" (the CPU reads the lengths of a round).
         rounds_per_launch: up to so many rounds run without the CPU; more than 1 needs the kind "parent".
-        split: whether Stage 0 and Stage 1 are graphs of their own; None where the policy decides at their boundary.
+        split: whether a graph ends at the router boundary; None where the policy decides there.
 
     Raises:
         CaptureError: if a piece cannot be captured; the message names it.
@@ -95,8 +96,7 @@ class GraphedRounds:
         self.split = r.policy.corrects if split is None else split
         device, size = r.state.readout.device, len(r.state.readout)
         self.stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device):
-            self.context = driver.current_context()
+        self.context = driver.context_of(device)
         self.events = [torch.cuda.Event() for _ in range(AHEAD)]
         with torch.inference_mode(False):
             # readouts of a launch's rounds, and how many of them ran
@@ -135,7 +135,7 @@ class GraphedRounds:
             graphs = iter([capture(piece.run, pool, self.stream, piece.name) for piece in pieces])
             self.graphs = [[next(graphs) for _ in step.pieces] for step in self.steps]
             bar.update()
-        if self.kind == "parent" and (several or len(self.steps) > 1):
+        if self.kind == "parent":
             self.parent = ParentGraph(self.r.state.readout.device)
             if several:
                 begin, record = graphs
@@ -174,8 +174,8 @@ class GraphedRounds:
     def decode(self) -> Generator[RoundReadout]:
         """Run rounds until the request is finished, as `hybridspec_generation.decode`; more may run behind it.
 
-        A round gives up the interpreter's lock once, where it waits: beside a thread that computes, every operation of
-        PyTorch would cost the 5 ms after which that thread lets go.
+        With a parent graph, a round gives up the interpreter's lock once, where it waits: beside a thread that
+        computes, every operation of PyTorch would cost the 5 ms after which that thread lets go.
         """
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         ring, turns = self.ring.numpy(), self.turns.numpy()
@@ -225,6 +225,11 @@ class GraphedRounds:
         self.stream.synchronize()
         if self.parent is not None:
             self.parent.close()
+
+    def __del__(self) -> None:
+        # PyTorch does not know that the last launch still writes to the ring; at exit, the driver may be gone
+        with suppress(Exception):
+            self.close()
 
 
 def run_each(bodies: Sequence[Callable[..., Any]], *arguments: Any) -> None:

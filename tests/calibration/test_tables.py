@@ -184,6 +184,13 @@ def test_experts_of_another_pair_are_scaled_to_this_target(top_k, layers):
     assert choose_tables(same, target, W, PairIdentity("d", "e")).notes == []
 
 
+@pytest.mark.parametrize("top_k, told", [(3, True), (0, False)])
+def test_only_a_target_with_experts_is_told_whose_table_it_takes(top_k, told):
+    target = SimpleNamespace(top_k=top_k, num_moe_layers=4 if top_k else 0)
+    notes = choose_tables(HybridSpecConfig(), target, W).notes
+    assert any(note.startswith("experts: shipped default") for note in notes) is told
+
+
 def test_rho_of_costs_that_are_measured_again_is_kept_where_none_can_be_solved():
     given = tables_for(W)
     acceptance = replace(given["acceptance"], reference_rounds=())

@@ -69,7 +69,7 @@ def test_old_drivers_are_refused_in_words(
     monkeypatch.setattr(driver, "version", lambda: version)
     monkeypatch.setattr(driver, "missing", lambda: lacking)
     monkeypatch.setattr(setter, "load", lambda context: {})
-    monkeypatch.setattr("hybridspec_hf.graphs.conditional._context", lambda device: 1)
+    monkeypatch.setattr(driver, "context_of", lambda device: 1)
     reason = supported("cuda:0")
     assert reason is None if says is None else says in (reason or "")
 

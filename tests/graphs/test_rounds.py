@@ -9,6 +9,7 @@ from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 
 import hybridspec_hf
 from hybridspec_hf.engine import get_engine
+from hybridspec_hf.graphs import conditional, driver
 from hybridspec_hf.graphs.capture import CaptureError
 from hybridspec_hf.graphs.rounds import GraphedRounds
 
@@ -224,6 +225,30 @@ def test_a_failure_while_measuring_leaves_the_rounds_to_the_modules(monkeypatch)
     with pytest.warns(UserWarning, match="without graphs: a kernel failed with ValueError: deliberate"):
         out = generate(model, drafter, ids, 20)
     assert torch.equal(out.sequences, plain(model, ids, 20)) and out.report.launches == "modules"
+
+
+def test_a_round_keeps_the_interpreters_lock_where_it_launches(monkeypatch):
+    """Another thread has the lock for 5 ms each time that it is given up."""
+    model, drafter = pair()
+    ids = torch.randint(1, 90, (1, 6), device="cuda")
+    for drafts in (drafter, None):
+        generate(model, drafts, ids, 20)
+        called = []
+
+        def watched(name, *arguments, called=called, call=driver.call):
+            called.append(name)
+            call(name, *arguments)
+
+        def refuse(graph):
+            raise AssertionError("replay gives the lock up")
+
+        with monkeypatch.context() as patch:
+            for module in (driver, conditional):
+                patch.setattr(module, "call", watched)
+            patch.setattr(torch.cuda.CUDAGraph, "replay", refuse)
+            out = generate(model, drafts, ids, 20)
+        assert torch.equal(out.sequences, plain(model, ids, 20))
+        assert called.count("cuGraphLaunch") >= out.report.rounds and set(called) <= set(driver.QUICK)
 
 
 def test_a_streamer_that_raises_leaves_clean_buffers():

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from support.harness import make_round
+from support.harness import make_round, plain_text
 from support.policies import RandomLengths
 from support.tiny_models import tiny_drafter, tiny_target
 
-from hybridspec_generation.policies import FixedLength
+from hybridspec_generation import CostTable
+from hybridspec_generation.policies import FixedLength, HybridSpecPolicy
 from hybridspec_generation.round import run_round
+from hybridspec_generation.tables import SelectionTables
+from hybridspec_hf.calibration.tables import default_tables, fit_experts
 from hybridspec_hf.graphs.rounds import emit_nothing, round_steps
 
 
@@ -39,9 +42,36 @@ def test_steps_are_the_round(policy, longest, split):
             run_round(a)
             run_steps(b, range(2, longest + 1), split)
             assert torch.equal(a.state.readout, b.state.readout)
-    # Stage 0 runs on other numbers of rows, which a matrix product on a CPU rounds otherwise
+    # split, Stage 0 runs on other numbers of rows, which a matrix product on a CPU rounds otherwise
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if split else {"rtol": 0, "atol": 0}
     for x, y in zip(committed(a), committed(b), strict=True):
-        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), **tolerance)
+
+
+def test_the_correction_reads_only_the_rows_it_asked_for():
+    """Stage 0 of the pieces routes more rows than u, which must not change w."""
+    model, (acceptance, experts) = tiny_target(), default_tables()
+    cost = CostTable(target_cost=(0.0, 0.0, *(3e-4 * i for i in range(15))), fixed_cost=3e-3, stage0_token_cost=1e-5,
+                     expert_cost=6e-5)  # fmt: skip
+    tables = SelectionTables.build(acceptance, cost, fit_experts(experts, 16, 3, 4), 400.0, torch.device("cpu"))
+    generator, drafter, extended = torch.Generator().manual_seed(1), tiny_drafter(model), 0
+    for trial in range(6):
+        prompt = torch.randint(1, 90, (1, 4), generator=generator)
+        text = plain_text(model, prompt, 70)
+        counts = torch.randint(0, 16, (40,), generator=generator).tolist()
+        signals = [torch.rand(15, generator=generator) for _ in range(7)]
+        a, b = (
+            make_round(model, drafter, prompt, budget=40, policy=HybridSpecPolicy(tables), script=(text, counts),
+                       confidence=signals)
+            for _ in range(2)
+        )  # fmt: skip
+        with torch.no_grad():
+            while not bool(a.state.finished):
+                run_round(a)
+                run_steps(b, range(2, 17), True)
+                assert torch.equal(a.state.readout, b.state.readout), trial
+                extended += int(a.state.verify_length > a.state.nominal_length)
+    assert extended > 3
 
 
 @pytest.mark.parametrize("policy", [FixedLength(5), RandomLengths(seed=1)])
