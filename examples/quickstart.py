@@ -1,6 +1,7 @@
 """Decode one prompt with HybridSpec on the trained pair that ships with the package.
 
-For a real pair, put the names of a target and of its DFlash drafter into `target_id` and `drafter_id`.
+The pair is tiny: its answers are often wrong, with and without HybridSpec. For a real pair, put the names of a target
+and of its DFlash drafter into `target_id` and `drafter_id`.
 """
 
 from pathlib import Path

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hybridspec_hf import __version__
 from hybridspec_hf.commands import bench, calibrate, demo, generate
@@ -30,11 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class ExactParser(argparse.ArgumentParser):
+    """Takes no part of an option's name for the option: a misspelled one is refused."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command and all its subcommands."""
     parser = argparse.ArgumentParser(prog="hybridspec", description="Exact speculative decoding for GDN-MoE models.")
     parser.add_argument("--version", action="version", version=f"hybridspec_hf {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    options: dict[str, Any] = {"parser_class": ExactParser}
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", **options)
     demo.add_parser(subparsers)
     generate.add_parser(subparsers)
     calibrate.add_parser(subparsers)

@@ -190,7 +190,34 @@ def test_an_error_of_the_engine_is_a_message_and_no_traceback(
 
 def test_missing_pair_is_an_error_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--pair", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("hybridspec demo: ")
+    said = capsys.readouterr().err
+    assert said.startswith(f"hybridspec demo: --pair {tmp_path} has no target, drafter, prompts.jsonl.")
+
+
+@pytest.mark.parametrize("command, more", [
+    ("generate", ["--prompt", "b"]),
+    ("calibrate", ["--drafter", "b", "--prompts", "c", "--output", "d"]),
+    ("bench", ["--drafter", str(demo.TINY_PAIR / "drafter"), "--output", "d"]),
+])  # fmt: skip
+def test_a_target_folder_that_is_not_there_is_called_so(command, more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    missing = tmp_path / "nowhere"
+    assert main([command, "--target", str(missing), *more]) == 2
+    assert capsys.readouterr().err.startswith(f"hybridspec {command}: There is no folder {missing}.")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("option", ["--device", "--device-map"])
+def test_a_gpu_that_is_not_there_is_called_so(option, pair_folder, capsys):
+    names = ["--target", str(pair_folder / "target"), "--prompt", "a"]
+    assert main(["generate", *names, option, "cuda"]) == 2
+    assert "this torch sees no GPU" in capsys.readouterr().err
+
+
+def test_options_are_not_abbreviated(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--target", "a", "--prompt", "b", "--max-new", "8"])
+    assert "unrecognized arguments: --max-new 8" in capsys.readouterr().err
 
 
 def test_quickstart_example_runs(

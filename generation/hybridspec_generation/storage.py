@@ -64,7 +64,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"No {CONFIG_NAME} in {folder}. Save one with HybridSpecConfig.save_pretrained.")
+        raise FileNotFoundError(f"No {CONFIG_NAME} in {folder}. `hybridspec calibrate` and save_pretrained write one.")
     try:
         values: Any = json.loads(read_bytes(path))
     # nested too deeply, too

@@ -42,13 +42,13 @@ class Capture(NamedTuple):
             )
 
 
-def load_capture(folder: Path) -> Capture:
+def load_capture(folder: str | Path) -> Capture:
     """Read the rounds that `hybridspec calibrate` captured in a folder.
 
     Raises:
         FileNotFoundError: if the folder has no capture. ValueError: if it is damaged.
     """
-    path = folder / CAPTURE_NAME
+    path = Path(folder) / CAPTURE_NAME
     if not path.is_file():
         raise FileNotFoundError(f"No {CAPTURE_NAME} in {folder}. `hybridspec calibrate --output {folder}` writes one.")
     try:

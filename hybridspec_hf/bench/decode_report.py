@@ -21,7 +21,7 @@ class Row:
     """One policy on one category's trace; medians over the repeats.
 
     Attributes:
-        tokens_per_second: decoding only. spread: fastest minus slowest.
+        tokens_per_second: decoding only. spread: fastest minus slowest; None of a single request.
         round_ms: whole rounds. rounds: of the last request.
         acceptance_length: tokens emitted per round. mean_verify_length: tokens verified per round.
         known_text: whether every request wrote the text that the weights were made for.
@@ -31,7 +31,7 @@ class Row:
     policy: str
     category: str
     tokens_per_second: float
-    spread: float
+    spread: float | None
     round_ms: float
     rounds: int
     acceptance_length: float
@@ -234,7 +234,9 @@ def _bandwidth(report: DecodeBenchmark) -> str:
 
 
 def _line(category: str, row: dict[str, Any]) -> str:
-    spread = f"{row['spread']:>9.1f}" if "spread" in row else " " * 9
+    spread = " " * 9
+    if "spread" in row:
+        spread = f"{'-':>9}" if row["spread"] is None else f"{row['spread']:>9.1f}"
     ratios = "".join(
         f"{'-' if row[f'vs_{name}'] is None else format(row[f'vs_{name}'], '.3f'):>11}" for name in REFERENCES
     )

@@ -102,7 +102,8 @@ def run_benchmark(
     requests = plan.repeats * (len(drafting) * len(traces) + ("ar" in plan.modes))
     # one script for all traces, because graphs are captured with it
     script = Script(traces[0], pair.successor, block - 1)
-    with tqdm(total=requests + len(STOCK) * ("stock" in plan.modes), desc="decode", unit="request") as bar:
+    requests += len(STOCK) * ("stock" in plan.modes)
+    with tqdm(total=requests, desc="decode", unit="request", disable=None) as bar:
         if "stock" in plan.modes:
             report.stock += [time_stock(pair, prompt, name, bar) for name in STOCK]
         say_all(say, head_lines(report))
@@ -187,12 +188,12 @@ def time_requests(
             runs.append(out.report)
     bar.update(plan.repeats)
     timed = runs[-plan.repeats :]
-    last = timed[-1]
+    last, speeds = timed[-1], [r.tokens_per_second for r in timed]
     return Row(
         policy=row.name,
         category=trace.name if trace else ALL,
-        tokens_per_second=median(r.tokens_per_second for r in timed),
-        spread=max(r.tokens_per_second for r in timed) - min(r.tokens_per_second for r in timed),
+        tokens_per_second=median(speeds),
+        spread=max(speeds) - min(speeds) if len(speeds) > 1 else None,
         round_ms=median(1e3 * r.decode_seconds / r.rounds for r in timed),
         rounds=last.rounds,
         acceptance_length=median(r.acceptance_length for r in timed),

@@ -89,7 +89,10 @@ def calibrate(
     check_prompts(prompts)
     block, output = int(drafter.config.block_size or 0), Path(output)
     if max_new_tokens <= block:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no round a whole block of {block}: allow more.")
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no round a whole block of {block} tokens. Allow "
+            "several blocks, such as 256 or more."
+        )
     typical = typical_context(prompts, max_new_tokens)
     contexts = default_contexts(model, typical, block) if context is None else check_contexts(model, context, block)
     names = names or Names(model.config.name_or_path, drafter.config.name_or_path, f"{len(prompts)} prompts")

@@ -25,7 +25,7 @@ from hybridspec_hf.calibration.calibrate import model_eos
 from hybridspec_hf.calibration.store import CAPTURE_NAME
 from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
 from hybridspec_hf.drafters.config import DFlashConfig
-from hybridspec_hf.drafters.loading import read_raw_config
+from hybridspec_hf.drafters.loading import check_folder, read_raw_config
 
 BENCH_FILES = ("bench.md", "bench.json", "categories.png", "lengths.png")
 ANALYSIS_FILES = ("analysis.md", "analysis.json", "cost.png", "reliability.png")
@@ -162,6 +162,7 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
     names = [*(args.policies or []), *(ablation_names(args.static_lengths) if args.ablations else [])]
     rows = parse_rows(names or SYSTEMS)
     tables = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
+    check_folder(args.target, "target")
     # before the weights: a wrong file or row shows at once
     check_block(rows, tables, DFlashConfig.from_raw(read_raw_config(args.drafter, {})).block_size)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target)

@@ -12,6 +12,7 @@ from hybridspec_hf import DFlashDrafter
 from hybridspec_hf.calibration.calibrate import Calibration, Names, calibrate, model_eos, require_sklearn
 from hybridspec_hf.calibration.prompts import load_prompts
 from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
+from hybridspec_hf.drafters.loading import check_folder
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = pick_device(args.device)
+    check_folder(args.target, "target")
     # before the weights: a wrong file shows at once
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target)
     prompts = load_prompts(args.prompts, tokenizer)

@@ -33,7 +33,9 @@ LABELS = {AUTOREGRESSIVE: "AR", "full": "DFlash", "hybridspec": "HybridSpec"}
 LEGEND = """AL: tokens emitted per round. mean w: tokens verified per round. saved: share of the full
 blocks' tokens that were not verified. target work: tokens through the target per emitted token.
 Times are decoding only, streaming included. The adaptive policies measure the target at their first prompt, so the
-lengths they choose vary a little from run to run; the tokens never do."""
+lengths they choose vary a little from run to run; the tokens never do.
+On a model this small a round takes as long for many tokens as for few, so tokens/s hardly tells the policies apart;
+on a large one the verified tokens are what costs time."""
 # longer than a block, so that every policy has met every step of a round before its clock counts
 WARM_UP_TOKENS = 24
 
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 if a policy differs from plain generate in fp32, where it must not."""
     device = pick_device(args.device)
     torch.set_num_threads(args.threads)
+    check_pair(args.pair)
     prompts = read_prompts(args.pair / "prompts.jsonl", args.prompts)
     with quiet_transformers(), exact_convolutions():
         pair = load_pair(str(args.pair / "target"), str(args.pair / "drafter"), dtype=args.dtype, device_map=device)
@@ -85,6 +88,16 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**provenance(), **setup, "max_new_tokens": args.max_new_tokens, "rows": rows}))
     exact = all(row["identical"] for row in rows)
     return 0 if exact or args.dtype != "float32" else 1
+
+
+def check_pair(folder: Path) -> None:
+    """Raise FileNotFoundError for a folder that holds no pair."""
+    missing = [name for name in ("target", "drafter", "prompts.jsonl") if not (folder / name).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"--pair {folder} has no {', '.join(missing)}. Leave it out for the pair that ships, or use "
+            "`hybridspec generate` for a target and a drafter."
+        )
 
 
 def read_prompts(path: Path, count: int) -> list[dict[str, str]]:

@@ -6,7 +6,16 @@ import json
 import torch
 
 from hybridspec_hf import HybridSpecConfig
-from hybridspec_hf.commands.pair import AUTOREGRESSIVE, DTYPES, encode, load_pair, policy_name, positive, run_policy
+from hybridspec_hf.commands.pair import (
+    AUTOREGRESSIVE,
+    DTYPES,
+    encode,
+    load_pair,
+    pick_device,
+    policy_name,
+    positive,
+    run_policy,
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -23,7 +32,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--config", metavar="DIR", help="what `hybridspec calibrate` wrote, a folder or a Hub name")
     parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the checkpoint's")
-    parser.add_argument("--device-map", default="auto", help="as in from_pretrained (default: auto)")
+    parser.add_argument(
+        "--device", "--device-map", dest="device_map", default="auto", metavar="DEVICE",
+        help="cpu, cuda:0, ..., or another device_map of from_pretrained (default: auto)",
+    )  # fmt: skip
     parser.add_argument("--chat-template", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
@@ -46,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     config = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    if args.device_map.startswith("cuda"):
+        pick_device(args.device_map)
     pair = load_pair(args.target, args.drafter, dtype=args.dtype, device_map=args.device_map)
     inputs = encode(pair, args.prompt, chat_template=args.chat_template)
     if config is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hybridspec_hf import DFlashDrafter, HybridSpecConfig
+from hybridspec_hf.drafters.loading import check_folder
 
 TINY_PAIR = Path(__file__).resolve().parent.parent / "assets" / "tiny_pair"
 
@@ -28,6 +29,7 @@ class Pair(NamedTuple):
 
 def load_pair(target: str, drafter: str | None, *, dtype: str, device_map: str) -> Pair:
     """Load a target and its drafter in one dtype onto the devices of `device_map`."""
+    check_folder(target, "target")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map=device_map)
     loaded = drafter and DFlashDrafter.from_pretrained(drafter, dtype=dtype, device_map=device_map)
     return Pair(AutoTokenizer.from_pretrained(target), model, loaded or None)

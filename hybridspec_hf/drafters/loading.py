@@ -27,6 +27,13 @@ DTYPES = (torch.bfloat16, torch.float32)
 _OUTLIERS = "The fused features have outliers beyond fp16's range, and acceptance collapses."
 
 
+def check_folder(path: str | os.PathLike[str], owner: str) -> None:
+    """Raise FileNotFoundError for a folder that is not there, which would be taken for a malformed Hub name."""
+    looks_local = os.path.isabs(path) or os.fspath(path).startswith(".") or os.fspath(path).count("/") > 1
+    if looks_local and not os.path.isdir(path):
+        raise FileNotFoundError(f"There is no folder {path}. Pass a {owner}'s folder, or a repository as owner/name.")
+
+
 def read_raw_config(path: Path, source: Mapping[str, Any]) -> dict[str, Any]:
     """Read config.json as it lies on disk, past every config class.
 
@@ -38,10 +45,7 @@ def read_raw_config(path: Path, source: Mapping[str, Any]) -> dict[str, Any]:
         OSError: there is no config.json.
         ValueError: it is not a JSON object.
     """
-    # a folder that is not there would be taken for a malformed Hub name
-    looks_local = os.path.isabs(path) or os.fspath(path).startswith(".") or os.fspath(path).count("/") > 1
-    if looks_local and not os.path.isdir(path):
-        raise FileNotFoundError(f"There is no folder {path}. Pass a drafter's folder, or a repository as owner/name.")
+    check_folder(path, "drafter")
     file = cached_file(path, "config.json", **source)
     if file is None:
         raise OSError(f"{path} has no config.json. Pass a drafter's folder or repository.")
