@@ -229,7 +229,8 @@ class GraphedRounds:
     def __del__(self) -> None:
         # PyTorch does not know that the last launch still writes to the ring; at exit, the driver may be gone
         with suppress(Exception):
-            self.close()
+            if not torch.cuda.is_current_stream_capturing():
+                self.close()
 
 
 def run_each(bodies: Sequence[Callable[..., Any]], *arguments: Any) -> None:
