@@ -9,6 +9,7 @@ from ..calibration.contexts import CONTEXTS, measure_contexts
 from ..calibration.gains import config_gain
 from ..calibration.tables import pooled_throughput
 from .decode_models import RandomPair
+from .decode_script import Script, scripted
 from .decode_traces import load_acceptance
 
 
@@ -26,11 +27,13 @@ class ContextCost:
 
 
 def compare_contexts(
-    pair: RandomPair, say: Callable[[str], object], contexts: Sequence[int] = CONTEXTS
+    pair: RandomPair, script: Script, say: Callable[[str], object], contexts: Sequence[int] = CONTEXTS
 ) -> list[ContextCost]:
-    """One for each of `contexts`, ascending, that fits into memory; `say` hears of the others."""
+    """One for each of `contexts`, ascending, that fits into memory; `say` hears of the others. Rounds are scripted."""
     acceptance, text = load_acceptance(), pair.text(max(contexts))
-    measured = measure_contexts(pair.target, pair.drafter, [text], contexts, say)
+    script.reset()
+    with scripted(pair.target, pair.drafter, script):
+        measured = measure_contexts(pair.target, pair.drafter, [text], contexts, say)
     costs = [replace(cost, throughput=pooled_throughput(acceptance, cost)) for cost in measured]
     gains = config_gain(HybridSpecConfig(acceptance=acceptance, cost=tuple(costs)))
     return [ContextCost(cost, gains[str(cost.context)]) for cost in costs]

@@ -63,16 +63,17 @@ def request(
 
 
 def compare_split(pair: RandomPair, prompt: Tensor, script: Script, rounds: int) -> Split:
-    """Decode the same text with a boundary behind Layer 0's router and without, at one length.
+    """Decode the same text with a boundary behind Layer 0's router and without, at one length; and without a choice.
 
     Args:
         rounds: at least so many, if the script accepts as its trace says.
     """
     results = []
-    for split in (True, False):
+    every = range(2, pair.drafter.config.block_size + 1)
+    for split, lengths in ((True, every), (False, every), (False, [SPLIT_LENGTH])):
         release(pair.target)
         r = scripted_round(pair, prompt, script, rounds * SPLIT_LENGTH)
-        graphs = GraphedRounds(r, range(2, r.state.block + 1), "parent", split=split)
+        graphs = GraphedRounds(r, lengths, "parent", split=split)
         budget = int(rounds * min(SPLIT_LENGTH, script.mean_emitted()))
         script.reset()
         r.state.start(follow(pair.successor, prompt[0, -1:], 2)[1:], [], budget)
@@ -84,9 +85,9 @@ def compare_split(pair: RandomPair, prompt: Tensor, script: Script, rounds: int)
         results.append((readouts, begin.elapsed_time(end) / len(readouts)))
         graphs.close()
     release(pair.target)
-    (a, split_ms), (b, unsplit_ms) = results
+    (a, split_ms), (b, unsplit_ms), (_, single_ms) = results
     # lengths of Stage 0 and of the target are the same number here
-    return Split(len(a), a == b, split_ms, unsplit_ms)
+    return Split(len(a), a == b, split_ms, unsplit_ms, single_ms)
 
 
 def scripted_round(pair: RandomPair, prompt: Tensor, script: Script, budget: int) -> Round:

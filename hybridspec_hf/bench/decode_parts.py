@@ -7,19 +7,28 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from hybridspec_generation.policies import HybridSpecPolicy
 from hybridspec_generation.round import Round
 from hybridspec_generation.round.acceptance import accept
 from hybridspec_generation.round.commit import commit
+from hybridspec_generation.state import RoundState
+from hybridspec_generation.tables import SelectionTables
 
 from ..calibration.capture import open_round
 from ..calibration.latency import WINDOWS, Timer, run_target, wall_seconds
+from ..calibration.tables import pooled_throughput
 from ..engine import get_engine
 from ..graphs.rounds import emit_nothing
 from ..graphs.timing import graph_seconds
 from ..models.kernel_target import KernelTarget
 from .decode_floors import DecodeFloors, floor_ms
 from .decode_models import RandomPair, follow
+from .decode_online import example_cost
 from .decode_report import Parts
+from .decode_traces import load_acceptance
+
+# of what is too short to be timed alone
+CALLS = 100
 
 
 class Work(NamedTuple):
@@ -53,10 +62,30 @@ def time_parts(
         work.append(Work(f"verification of {w}", partial(run_target, r, text, w), sum(moved.values())))
         if target is not None:
             work += [part._replace(part=f"  {w}: {part.part}") for part in kinds(target, r, w, moved)]
+    if target is not None and pair.routing is not None:
+        work += selection(pair, r)
     times = timer([part.run for part in work], inputs=[partial(text.copy_, window) for window in windows])
     return [
         Parts(part.part, 1e3 * seconds, None if part.bytes is None else floor_ms(part.bytes, bandwidth))
         for part, seconds in zip(work, times, strict=True)
+    ]
+
+
+def selection(pair: RandomPair, r: Round) -> list[Work]:
+    """The selector and the correction, `CALLS` times each: one alone is shorter than what launching a graph takes."""
+    assert pair.routing is not None
+    acceptance, cost = load_acceptance(), example_cost()
+    rho = pooled_throughput(acceptance, cost)
+    tables = SelectionTables.build(acceptance, cost, pair.routing.table, rho, r.state.remaining.device)
+    policy = HybridSpecPolicy(tables)
+
+    def repeat(run: Callable[[RoundState], None]) -> None:
+        for _ in range(CALLS):
+            run(r.state)
+
+    return [
+        Work(f"{CALLS} calls of the selector", partial(repeat, policy.select), None),
+        Work(f"{CALLS} calls of the routing correction", partial(repeat, policy.correct), None),
     ]
 
 

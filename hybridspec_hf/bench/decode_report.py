@@ -6,6 +6,8 @@ from statistics import mean
 from typing import Any
 
 from .decode_contexts import ContextCost
+from .markdown import table
+from .rows import parse_row
 
 LABEL = "scripted acceptance, random weights"
 # the category of what does not depend on one
@@ -82,12 +84,14 @@ class Split:
 
     Attributes:
         rounds: of each. same: whether tokens, acceptance and rounds are equal. split_ms, unsplit_ms: a round.
+        single_ms: a round of that length that is one graph, in which nothing is chosen.
     """
 
     rounds: int
     same: bool
     split_ms: float
     unsplit_ms: float
+    single_ms: float
 
 
 @dataclass
@@ -212,8 +216,33 @@ def split_line(split: Split) -> str:
     """The boundary behind Layer 0's router."""
     return (
         f"Split at the router boundary {split.split_ms:.3f} ms a round, unsplit {split.unsplit_ms:.3f} ms, over "
-        f"{split.rounds} rounds: tokens, acceptance and rounds {'the same' if split.same else 'DIFFER'}"
+        f"{split.rounds} rounds: tokens, acceptance and rounds {'the same' if split.same else 'DIFFER'}; one graph, "
+        f"nothing to choose, {split.single_ms:.3f} ms"
     )
+
+
+def table_lines(report: DecodeBenchmark) -> Iterator[str]:
+    """The rows as in the paper's Table 1, in Markdown: AL and SR by category, and HybridSpec's SR over each one's."""
+    rows = [row for row in report.rows if row.category != ALL]
+    categories = list(dict.fromkeys(row.category for row in rows))
+    means = {summary["policy"]: summary for summary in report.summaries()}
+    ours = means.get("hybridspec", {}).get("vs_ar")
+
+    def figures(policy: str) -> Iterator[str]:
+        mine = {row.category: row for row in rows if row.policy == policy}
+        for category in categories:
+            yield f"{mine[category].acceptance_length:.2f}, {report.ratio(policy, 'ar', category):.2f}"
+        mean = means[policy]
+        yield f"{mean['acceptance_length']:.2f}, {mean['vs_ar']:.3f}"
+        yield f"{mean['round_ms']:.2f}"
+        yield f"{mean['mean_verify_length']:.1f}"
+        yield "-" if ours is None else f"{ours / mean['vs_ar']:.3f}"
+
+    if rows and "ar" in means:
+        header = ["AL, SR", *categories, "mean", "ms a round", "mean w", "HybridSpec over it"]
+        yield from table(
+            header, [[parse_row(p).label, *figures(p)] for p in dict.fromkeys(row.policy for row in rows)]
+        )
 
 
 def context_lines(contexts: list[ContextCost]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from .decode_report import (
     part_lines,
     row_line,
     split_line,
+    table_lines,
 )
 from .decode_script import Script, scripted
 from .decode_traces import Trace, load_acceptance
@@ -116,6 +117,7 @@ def run_benchmark(
             report.rows.append(time_requests(pair, prompt, row, trace, plan, bar, script, warm=warm))
             say(row_line(report, report.rows[-1]))
     say_all(say, mean_lines(report))
+    say_all(say, table_lines(report))
     report.parts += time_parts(pair, prompt, plan.lengths, floors, bandwidth)
     say_all(say, part_lines(report.parts))
     release(pair.target)
@@ -128,7 +130,8 @@ def run_benchmark(
         say(launch_line(way))
     if "contexts" in plan.modes:
         release(pair.target)
-        report.contexts += compare_contexts(pair, say)
+        script.drafter = None
+        report.contexts += compare_contexts(pair, script, say)
         say_all(say, context_lines(report.contexts))
     return report
 

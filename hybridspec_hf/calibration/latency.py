@@ -29,7 +29,9 @@ Timer = Callable[..., list[float]]
 
 
 def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtime: str = "") -> CostTable:
-    """Time both stages at several lengths and fit the paper's quadratic.
+    """Time a draft and both stages at several lengths and fit the paper's quadratic, for a first use.
+
+    Acceptance, commit and launches, the same for all lengths, are not in it: `contexts.py` measures whole rounds.
 
     Args:
         r: a round whose cache holds a prompt; nothing of it is committed.
@@ -46,28 +48,50 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
     windows = text_windows(tokens, block, WINDOWS if graphs else 1)
     text = windows[0].clone()
     inputs = [partial(text.copy_, window) for window in windows]
-    lengths = sorted({min(w, block) for w in (*LENGTHS, block)})
-    timer: Timer = partial(graph_seconds, device=text.device) if graphs else wall_seconds
+    lengths = some_lengths(block)
+    timer = pick_timer(graphs, text.device)
     whole = timer([partial(run_target, r, text, w) for w in lengths], inputs=inputs)
-    first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in lengths])
     (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length, r.state.draft)])
+    how = f"stages one by one, mean over texts: {len(windows)}, shortest of {REPEATS} each"
+    return cost_table(r, [draft + seconds for seconds in whole], lengths, text, graphs, runtime, how)
 
-    curve = np.polyval(np.polyfit(lengths, whole, min(2, len(lengths) - 1)), np.arange(block + 1))
+
+def cost_table(
+    r: Round, seconds: Sequence[float], lengths: Sequence[float], text: torch.Tensor, graphs: bool, runtime: str,
+    how: str,
+) -> CostTable:  # fmt: skip
+    """The table of a round's seconds at some (mean) verification lengths; s and eta are measured here.
+
+    Args:
+        r, graphs, runtime: see `measure_cost`. text: `[W]`, int64, for Stage 0. how: how the seconds were measured.
+    """
+    block, timer, device = r.state.block, pick_timer(graphs, text.device), device_name(text.device)
+    curve = np.polyval(np.polyfit(lengths, seconds, min(2, len(lengths) - 1)), np.arange(block + 1))
     # noise must not make a longer input look cheaper
     curve = np.maximum.accumulate(np.maximum(curve[2:], MIN_COST))
-    fixed = float(curve[0])
+    fixed, some = float(curve[0]), some_lengths(block)
+    first = timer([partial(r.target.stage0, text[:w], r.cache, r.state.boundary) for w in some])
     return CostTable(
         target_cost=(0.0, 0.0, *(float(c) - fixed for c in curve)),
-        fixed_cost=fixed + draft,
-        stage0_token_cost=max(0.0, slope(lengths, first)),
+        fixed_cost=fixed,
+        stage0_token_cost=max(0.0, slope(some, first)),
         expert_cost=expert_cost(r, timer),
-        device=device_name(text.device),
+        device=device,
         runtime=runtime,
         context=int(r.cache.length),
-        source=f"measured on {device_name(text.device)}, torch {torch.__version__}, "
-        f"{'graphs' if graphs else 'eager'}, context {int(r.cache.length)}, mean over texts: {len(windows)}, "
-        f"shortest of {REPEATS} each",
+        source=f"measured on {device}, torch {torch.__version__}, {'graphs' if graphs else 'eager'}, context "
+        f"{int(r.cache.length)}, {how}",
     )
+
+
+def some_lengths(block: int) -> list[int]:
+    """Those that are measured, for a block of W tokens."""
+    return sorted({min(w, block) for w in (*LENGTHS, block)})
+
+
+def pick_timer(graphs: bool, device: torch.device) -> Timer:
+    """Graphs are timed as graphs, because rounds run so."""
+    return partial(graph_seconds, device=device) if graphs else wall_seconds
 
 
 def text_windows(tokens: torch.Tensor, block: int, count: int) -> list[torch.Tensor]:

@@ -332,6 +332,12 @@ def test_ratios_are_means_of_the_categories_ratios():
     ar, full, ours = report.summaries()
     assert ar["vs_ar"] is None and full["vs_ar"] == 1.5
     assert ours["vs_ar"] == 2.5 and ours["vs_full"] == 1.75
+    header, _, *lines = decode_report.table_lines(report)
+    assert [cell.strip() for cell in header.strip("|").split("|")][:4] == ["AL, SR", "math", "rag", "mean"]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == [
+        ["whole block", "3.00, 2.00", "3.00, 1.00", "3.00, 1.500", "1.00", "8.0", "1.667"],
+        ["HybridSpec", "3.00, 3.00", "3.00, 2.00", "3.00, 2.500", "1.00", "8.0", "1.000"],
+    ]
     assert report.passed and "scripted acceptance, random weights" in next(head_lines(report))
     wrong = DecodeBenchmark({"bandwidth": None}, rows=[*rows, replace(rows[0], known_text=False)])
     assert not wrong.passed and "WRONG" in row_line(wrong, wrong.rows[-1]) and "WRONG" not in row_line(wrong, rows[0])
@@ -411,16 +417,16 @@ def test_a_trace_given_twice_is_warm_the_second_time(pair, monkeypatch):
 
 def test_ways_to_launch_are_told_and_counted():
     way = Launches("parent graph", True, 4.5, 9.0, 1 << 30, True)
-    report = DecodeBenchmark({"bandwidth": None}, launches=[way], split=Split(3100, True, 5.3, 5.2))
+    report = DecodeBenchmark({"bandwidth": None}, launches=[way], split=Split(3100, True, 5.3, 5.2, 5.1))
     assert launch_line(way) == (
         "HybridSpec, parent graph, beside a busy Python thread: 4.500 ms a round; capture 9.0 s; 1024 MiB of the GPU"
     )
-    line = split_line(Split(3100, True, 5.3, 5.2))
+    line = split_line(Split(3100, True, 5.3, 5.2, 5.1))
     assert "unsplit 5.200 ms, over 3100 rounds: tokens, acceptance and rounds the same" in line
     assert report.passed and report.to_dict()["split"]["rounds"] == 3100
     for wrong in (
         replace(report, launches=[replace(way, known_text=False)]),
-        replace(report, split=Split(9, False, 1, 1)),
+        replace(report, split=Split(9, False, 1, 1, 1)),
     ):
         assert not wrong.passed
 
@@ -443,7 +449,7 @@ def test_a_thread_is_busy_while_a_request_decodes(pair, monkeypatch):
 
 def test_contexts_have_curves_of_their_own(pair):
     said = []
-    measured = compare_contexts(pair, said.append, (40, 100))
+    measured = compare_contexts(pair, script_of(pair), said.append, (40, 100))
     assert [each.cost.context for each in measured] == [40, 100] and not said
     assert all(each.cost.throughput > 0 for each in measured)
     # over itself; noise decides about the other

@@ -19,13 +19,14 @@ from support.tiny_models import tiny_drafter, tiny_target
 from transformers import AutoTokenizer
 
 import hybridspec_hf
-from hybridspec_generation import cost_at
+from hybridspec_generation import DecodeReport, cost_at
 from hybridspec_generation.tables import SelectionTables
 from hybridspec_hf import HybridSpecConfig
+from hybridspec_hf.calibration import contexts
 from hybridspec_hf.calibration.acceptance import fit_acceptance_table, predict_unseen
 from hybridspec_hf.calibration.calibrate import describe_rounds, fit_tables
 from hybridspec_hf.calibration.capture import capture_rounds, merge_rounds
-from hybridspec_hf.calibration.contexts import measure_contexts, text_of
+from hybridspec_hf.calibration.contexts import ROUND_TOKENS, decode_at, measure_contexts, measure_pair, text_of
 from hybridspec_hf.calibration.prompts import load_prompts
 from hybridspec_hf.calibration.store import CaptureStore
 from hybridspec_hf.cli import main
@@ -268,17 +269,44 @@ def test_contexts_out_of_range_are_refused(prompt_file, tmp_path, context, messa
 
 def test_a_context_that_does_not_fit_is_left_out(pair, monkeypatch):
     def refuse(self, drafter, tokens, *more, **options):
-        if tokens > 100:
+        if tokens > 300:
             raise RuntimeError("no memory")
         return borrow(self, drafter, tokens, *more, **options)
 
     borrow, said = Engine.borrow, []
     monkeypatch.setattr(Engine, "borrow", refuse)
     prompts = [torch.randint(1, 90, (1, 20))]
-    costs = measure_contexts(pair.model, pair.drafter, prompts, [30, 200, 300], said.append)
-    assert [cost.context for cost in costs] == [30] and len(said) == 1 and "200 tokens" in said[0]
+    costs = measure_contexts(pair.model, pair.drafter, prompts, [30, 400, 500], said.append)
+    assert [cost.context for cost in costs] == [30] and len(said) == 1 and "400 tokens" in said[0]
     with pytest.raises(RuntimeError, match="no memory"):
-        measure_contexts(pair.model, pair.drafter, prompts, [200], said.append)
+        measure_contexts(pair.model, pair.drafter, prompts, [400], said.append)
+
+
+def test_the_curve_is_that_of_whole_rounds(pair, monkeypatch):
+    def report(model, drafter, text, w):
+        # a short round at the end, as the output budget leaves it
+        lengths = [*[w] * 9, 2]
+        seconds = 10 * round_seconds(sum(lengths) / 10)
+        return DecodeReport(policy="", emitted=[1] * 10, verify_lengths=lengths, decode_seconds=seconds)
+
+    def round_seconds(w):
+        return (5 + 0.3 * w - 0.004 * w * w) / 1e3
+
+    monkeypatch.setattr(contexts, "decode_at", report)
+    cost = measure_pair(pair.model, pair.drafter, torch.arange(1, 40))
+    for w in (2, 3, 7, 16):
+        assert cost.fixed_cost + cost.target_cost[w] == pytest.approx(round_seconds(w))
+    assert cost.context == 39 and "whole rounds" in cost.source and cost.expert_cost >= 0
+
+
+def test_rounds_are_measured_on_answers_of_one_length_that_no_eos_ends(pair, monkeypatch):
+    text = torch.randint(1, 90, (20,))
+    plain = pair.model.generate(text[None], do_sample=False, max_new_tokens=9)[0, 20:]
+    monkeypatch.setattr(pair.model.generation_config, "eos_token_id", int(plain[3]))
+    report = decode_at(pair.model, pair.drafter, text, 4)
+    assert (report.policy, report.new_tokens) == ("static:4", ROUND_TOKENS)
+    # the budget shortens the last three at most
+    assert set(report.verify_lengths[:-3]) == {4} and report.decode_seconds > 0
 
 
 def test_the_library_call_says_at_once_that_scikit_learn_is_missing(pair, tmp_path, monkeypatch):
