@@ -45,7 +45,7 @@ def round_steps(r: Round, lengths: Sequence[int], split: bool) -> list[Step]:
     """What a round that chooses among `lengths` runs, in order; with the correction in between if `split`.
 
     Stage 0 then runs on the longest length, in the graph that drafts, and the correction reads u rows of it: a row
-    more costs 0.2 us, a choice among graphs 15 (H200, 35B).
+    more costs 0.2 us, a choice among graphs more than 10 (H200, 35B).
     """
     s = r.state
     if len(lengths) == 1:
