@@ -248,7 +248,9 @@ def test_a_round_keeps_the_interpreters_lock_where_it_launches(monkeypatch):
             patch.setattr(torch.cuda.CUDAGraph, "replay", refuse)
             out = generate(model, drafts, ids, 20)
         assert torch.equal(out.sequences, plain(model, ids, 20))
-        assert called.count("cuGraphLaunch") >= out.report.rounds and set(called) <= set(driver.QUICK)
+        # a request starts by asking for the driver's version and the context
+        assert called.count("cuGraphLaunch") >= out.report.rounds
+        assert set(called[called.index("cuGraphLaunch") :]) <= set(driver.QUICK)
 
 
 def test_a_streamer_that_raises_leaves_clean_buffers():
