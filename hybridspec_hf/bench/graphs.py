@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from ..graphs import capture as graphs_capture
+from ..graphs import driver
+
+# the other projects' kernels tune themselves in their first runs
 WARMUPS = 3
 
 
@@ -16,11 +20,8 @@ def capture(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(side):
         for _ in range(WARMUPS):
             work()
-    torch.cuda.current_stream().wait_stream(side)
-    # kept, so that its nodes can be counted
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        work()
+    side.synchronize()
+    graph = graphs_capture.capture(work, torch.cuda.graph_pool_handle(), side, "the measured work")
     graph.instantiate()
     return graph
 
@@ -28,11 +29,7 @@ def capture(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 def num_nodes(graph: torch.cuda.CUDAGraph) -> int:
     """Kernels (and copies) in a captured graph, by the driver's count."""
     count = ctypes.c_size_t()
-    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
-        ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
-    )
-    if status:
-        raise RuntimeError(f"cuGraphGetNodes failed with CUDA error {status}.")
+    driver.call("cuGraphGetNodes", graph.raw_cuda_graph(), None, ctypes.byref(count))
     return count.value
 
 

@@ -41,12 +41,11 @@ class _Shared:
     """What all chains of one parent share."""
 
     def __init__(self, device: torch.device) -> None:
+        # with its index
+        self.device = torch.empty(0, device=device).device
         self.context = driver.context_of(device)
-        # [1] number of the last SWITCH whose value was out of range, counted from 1; 0 if none was
-        self.error = torch.zeros(1, dtype=torch.int32, device=device)
         # captured graphs own the memory that the parent works in
         self.kept: list[Any] = []
-        self.switches: list[str] = []
         self.instantiated = False
         root = c_void_p()
         with driver.using(self.context):
@@ -70,20 +69,17 @@ class Chain:
     def add_switch(self, value: Tensor, first: int, bodies: Sequence[torch.cuda.CUDAGraph]) -> None:
         """Run bodies[value - first] next.
 
-        A value out of range runs the nearest body and shows in `ParentGraph.error`.
-
         Args:
-            value: [1] int32, read on the GPU when everything added before has run.
+            value: [1] int32, read on the GPU when everything added before has run; out of range, it runs the nearest
+                body, so the host should look at it when it reads the results.
             first: the value that means bodies[0].
         """
         shared = self._shared
         self._check("value", value)
         if not bodies:
             raise ValueError("A SWITCH needs at least one body.")
-        shared.switches.append(f"{first} to {first + len(bodies) - 1}")
         handle = self._handle()
-        last, number = len(bodies) - 1, len(shared.switches)
-        self._set("hybridspec_set_switch", handle, value.data_ptr(), shared.error.data_ptr(), first, last, number)
+        self._set("hybridspec_set_switch", handle, value.data_ptr(), first, len(bodies) - 1)
         shared.kept.append(value)
         graphs = self._add_conditional(driver.SWITCH, handle, len(bodies))
         for graph, body in zip(graphs, bodies, strict=True):
@@ -114,9 +110,9 @@ class Chain:
         return rounds
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        if tensor.dtype != torch.int32 or tensor.numel() != 1 or tensor.device != self._shared.error.device:
+        if tensor.dtype != torch.int32 or tensor.numel() != 1 or tensor.device != self._shared.device:
             raise ValueError(
-                f"{name} must be one int32 on {self._shared.error.device}, got {tensor.dtype} "
+                f"{name} must be one int32 on {self._shared.device}, got {tensor.dtype} "
                 f"{list(tensor.shape)} on {tensor.device}."
             )
 
@@ -168,36 +164,27 @@ class ParentGraph(Chain):
         self._stream: torch.cuda.Stream | None = None
         shared = _Shared(torch.device(device))
         super().__init__(shared, shared.root)
-        self.error = shared.error
 
     def instantiate(self) -> None:
         """Make it ready to launch; from then on nothing can be added. Waits for graphs that are running."""
         if self._shared.instantiated:
             raise RuntimeError("The graph is instantiated or closed already.")
         executable = c_void_p()
-        stream = torch.cuda.current_stream(self.error.device)
+        stream = torch.cuda.current_stream(self._shared.device)
         with driver.using(self._shared.context):
             call("cuGraphInstantiateWithFlags", ctypes.byref(executable), self._graph, 0)
             self._exec, self._shared.instantiated = executable.value, True
             call("cuGraphUpload", self._exec, stream.cuda_stream)
-        # launches on other streams must find it, and the cleared error word, on the GPU
+        # launches on other streams must find it on the GPU
         stream.synchronize()
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
         """Queue one run on a stream, by default the device's current one."""
         if self._exec is None:
             raise RuntimeError("The graph cannot be launched before instantiate() or after close().")
-        self._stream = stream or torch.cuda.current_stream(self.error.device)
+        self._stream = stream or torch.cuda.current_stream(self._shared.device)
         with driver.using(self._shared.context):
             call("cuGraphLaunch", self._exec, self._stream.cuda_stream)
-
-    def check(self) -> None:
-        """Raise RuntimeError if a SWITCH ever got a value out of range; waits for the current stream."""
-        if number := int(self.error):
-            raise RuntimeError(
-                f"SWITCH {number} of the graph got a value outside of {self._shared.switches[number - 1]}. "
-                "What it ran instead may be wrong."
-            )
 
     def close(self) -> None:
         """Wait for the last launch and free the graph; the captured graphs live on if others hold them."""

@@ -75,6 +75,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
         *(POINTER(c_void_p), c_void_p, POINTER(c_void_p), c_void_p, c_size_t),
         POINTER(NodeParams),
     ),
+    "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
     "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_uint64),
     "cuGraphUpload": (c_void_p, c_void_p),
     "cuGraphLaunch": (c_void_p, c_void_p),

@@ -193,10 +193,19 @@ class GraphedRounds:
                     self.events[slot].synchronize()
                 # all of them now, because the slot is written again by the next launch but one
                 for readout in [parse_readout(row) for row in ring[slot, : int(turns[slot, 0])]]:
+                    self._check_length(readout.verify_length)
                     finished = readout.finished
                     yield readout
         finally:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+    def _check_length(self, w: int) -> None:
+        """Raise if the round's graph may have been that of another length: a SWITCH takes the nearest that it has."""
+        if len(self.lengths) > 1 and not self.lengths[0] <= w <= self.lengths[-1]:
+            raise RuntimeError(
+                f"The policy chose to verify {w} tokens, and there are graphs for {self.lengths[0]} to "
+                f'{self.lengths[-1]}. HybridSpecConfig(graphs="off") needs none; please report this.'
+            )
 
     def _launch(self, slot: int) -> None:
         """Queue one launch, and the copy of its result behind it."""

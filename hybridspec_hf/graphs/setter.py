@@ -15,37 +15,29 @@ PTX = """
 
 .extern .func cudaGraphSetConditional(.param .b64 handle, .param .b32 value);
 
-// chosen = clamp(*value - first, 0, last); where that clamps, *error = code
+// chosen = clamp(*value - first, 0, last)
 .visible .entry hybridspec_set_switch(
     .param .u64 handle_param,
     .param .u64 value_param,
-    .param .u64 error_param,
     .param .u32 first_param,
-    .param .u32 last_param,
-    .param .u32 code_param
+    .param .u32 last_param
 )
 {
-    .reg .pred %clamped;
-    .reg .b32 %value, %first, %last, %code, %wanted, %chosen;
-    .reg .b64 %handle, %value_at, %error_at;
+    .reg .b32 %value, %first, %last, %chosen;
+    .reg .b64 %handle, %value_at;
     .param .b64 handle_argument;
     .param .b32 value_argument;
 
     ld.param.u64 %handle, [handle_param];
     ld.param.u64 %value_at, [value_param];
-    ld.param.u64 %error_at, [error_param];
     ld.param.u32 %first, [first_param];
     ld.param.u32 %last, [last_param];
-    ld.param.u32 %code, [code_param];
     cvta.to.global.u64 %value_at, %value_at;
-    cvta.to.global.u64 %error_at, %error_at;
 
     ld.volatile.global.u32 %value, [%value_at];
-    sub.s32 %wanted, %value, %first;
-    max.s32 %chosen, %wanted, 0;
+    sub.s32 %chosen, %value, %first;
+    max.s32 %chosen, %chosen, 0;
     min.s32 %chosen, %chosen, %last;
-    setp.ne.s32 %clamped, %chosen, %wanted;
-    @%clamped st.volatile.global.u32 [%error_at], %code;
 
     st.param.b64 [handle_argument], %handle;
     st.param.b32 [value_argument], %chosen;
@@ -98,7 +90,7 @@ PTX = """
 
 # the C types of each kernel's parameters
 PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "hybridspec_set_switch": (c_uint64, c_uint64, c_uint64, c_int32, c_int32, c_int32),
+    "hybridspec_set_switch": (c_uint64, c_uint64, c_int32, c_int32),
     "hybridspec_set_while": (c_uint64, c_uint64, c_uint64, c_uint64, c_int32),
 }
 

@@ -155,14 +155,8 @@ def test_switch_runs_the_body_of_each_value(gpu: Gpu) -> None:
     for chosen, expected in VALUES:
         value.fill_(chosen)
         out.fill_(-1)
-        parent.error.zero_()
         parent.launch()
         assert int(out) == expected
-        assert int(parent.error) == int(chosen != expected)
-    with pytest.raises(RuntimeError, match="SWITCH 1 .* outside of 3 to 7"):
-        parent.check()
-    parent.error.zero_()
-    parent.check()
     parent.close()
 
 
@@ -177,7 +171,6 @@ def test_extreme_values_run_an_end_body(gpu: Gpu, first: int, value: int) -> Non
     out.zero_()
     parent.launch()
     assert int(out) in (1, 3)
-    assert int(parent.error) == 1
 
 
 @pytest.mark.gpu
@@ -196,15 +189,7 @@ def test_a_body_computes_the_value_of_the_next_switch(gpu: Gpu) -> None:
         assert int(out) == 110 + 4 - v
     value.fill_(9)
     parent.launch()
-    assert int(out) == 110 and int(parent.error) == 1
-    # the second one is named too
-    third = gpu.number(7)
-    other = ParentGraph(gpu.device)
-    other.add_switch(gpu.number(0), 0, gpu.fills(out, [1]))
-    other.add_switch(third, 0, gpu.fills(out, [2, 3]))
-    other.instantiate()
-    other.launch()
-    assert int(out) == 3 and int(other.error) == 2
+    assert int(out) == 110
 
 
 @pytest.mark.gpu
@@ -239,7 +224,6 @@ def test_while_ends_at_the_flag_or_the_limit(gpu: Gpu, rounds: int, limit: int) 
         expected = min(rounds, limit)
         assert int(ran) == expected == int(count)
         assert -int(total) == sum(10 ** (i % 3) for i in range(1, expected + 1))
-    parent.check()
 
 
 @pytest.mark.gpu
@@ -280,7 +264,6 @@ def test_a_thousand_launches_in_a_row(gpu: Gpu) -> None:
     for _ in range(1000):
         parent.launch()
     assert counts.tolist() == [1000 // BODIES] * BODIES
-    parent.check()
 
 
 @pytest.mark.gpu

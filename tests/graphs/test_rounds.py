@@ -2,24 +2,22 @@
 
 import copy
 import gc
+import os
 
 import pytest
 import torch
+import triton
+from support.streamers import TokenStreamer
 from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 
 import hybridspec_hf
 from hybridspec_hf.engine import get_engine
 from hybridspec_hf.graphs import conditional, driver
+from hybridspec_hf.graphs import rounds as graph_rounds
 from hybridspec_hf.graphs.capture import CaptureError
 from hybridspec_hf.graphs.rounds import GraphedRounds
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def no_tf32():
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
 
 
 def pair(family="qwen3_5_moe"):
@@ -107,24 +105,61 @@ def test_requests_of_mixed_lengths_on_the_same_graphs():
         out = generate(model, drafter, ids, new, policy="full")
         assert torch.equal(out.sequences, plain(model, ids, new)), (n, new)
         captured.append(dict(get_engine(model, drafter)._idle.rounds))
-    assert all(known == captured[0] for known in captured[:2]), "captured once"
+    assert all(known == captured[0] for known in captured), "captured once"
 
 
-def test_eos_and_streams_stop_in_the_middle():
+def test_graphs_are_captured_again_where_the_buffers_grow():
+    model, drafter = pair()
+
+    def rounds_of(n, new):
+        ids = torch.randint(1, 90, (1, n), device="cuda")
+        assert torch.equal(generate(model, drafter, ids, new, policy="full").sequences, plain(model, ids, new)), n
+        (graphs,) = get_engine(model, drafter)._idle.rounds.values()
+        return graphs
+
+    short, long = rounds_of(30, 20), rounds_of(2100, 20)
+    assert long is not short
+    # what has grown serves the shorter ones
+    assert all(rounds_of(n, new) is long for n, new in ((5, 40), (2100, 30), (1, 9)))
+
+
+@pytest.mark.parametrize("policy", ["full", "hybridspec"])
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_eos_and_streams_stop_in_the_middle(rounds, policy):
     model, drafter = pair()
     ids = torch.randint(1, 90, (1, 5), device="cuda")
     text = plain(model, ids, 40)[0, 5:].tolist()
+    config = hybridspec_hf.HybridSpecConfig(policy=policy, rounds_per_launch=rounds)
     for at in (0, 1, 5, 17):
-        out = generate_until(model, drafter, ids, text[at])
-        assert out.sequences[0, 5:].tolist() == text[: text.index(text[at]) + 1]
+        streamed, want = TokenStreamer(), text[: text.index(text[at]) + 1]
+        out = model.generate(
+            input_ids=ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, eos_token_id=text[at],
+            generation_mode="hybridspec", hybridspec_config=config, streamer=streamed,
+        )  # fmt: skip
+        assert out[0, 5:].tolist() == want and streamed.tokens == [*ids[0].tolist(), *want]
 
 
-def generate_until(model, drafter, ids, eos):
-    config = hybridspec_hf.HybridSpecConfig(policy="full")
-    return model.generate(
-        input_ids=ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, eos_token_id=eos,
-        generation_mode="hybridspec", hybridspec_config=config, return_dict_in_generate=True,
-    )  # fmt: skip
+@pytest.mark.parametrize("rounds", [1, 5])
+@pytest.mark.parametrize("policy", ["ar", "hybridspec", "nominal", "dcut", "static:4"])
+def test_nothing_is_compiled_or_loaded_from_the_first_capture_on(policy, rounds, monkeypatch):
+    """Loading a module waits for the GPU, which a capture forbids and a round cannot afford."""
+    model, drafter = pair()
+    if policy == "ar":
+        drafter, policy = None, "full"
+    ids, late, began = torch.randint(1, 90, (1, 6), device="cuda"), [], []
+
+    def capture(*arguments):
+        began.append(True)
+        return graphs_capture(*arguments)
+
+    graphs_capture = graph_rounds.capture
+    monkeypatch.setattr(graph_rounds, "capture", capture)
+    for hook in ("jit_cache_hook", "kernel_load_start_hook"):
+        monkeypatch.setattr(
+            triton.knobs.runtime, hook, lambda *_, hook=hook, **__: late.append(hook) if began else None
+        )
+    out = generate(model, drafter, ids, 40, policy=policy, rounds_per_launch=rounds)
+    assert began and not late and "parent" in out.report.launches + "parent" * (drafter is None)
 
 
 @pytest.mark.parametrize("rounds", [3, 16])
@@ -167,18 +202,22 @@ def test_no_memory_grows_over_many_requests():
     model, drafter = pair()
 
     def some():
-        for n in (3, 30, 7, 55):
-            generate(model, drafter, torch.randint(1, 90, (1, n), device="cuda"), 20)
+        for n, new, policy in ((3, 20, "hybridspec"), (30, 5, "full"), (7, 40, "nominal"), (55, 11, "dcut")):
+            generate(model, drafter, torch.randint(1, 90, (1, n), device="cuda"), new, policy=policy)
+
+    def held():
+        gc.collect()
+        torch.cuda.synchronize()
+        free = 0 if "PYTEST_XDIST_WORKER" in os.environ else torch.cuda.mem_get_info()[0]
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), -free
 
     some()
-    gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    # 200 requests
+    some()
+    before = held()
+    # 200 requests; graphs and modules are not in PyTorch's count, but in the driver's
     for _ in range(50):
         some()
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= before
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 def test_a_capture_that_fails_falls_back_with_a_warning(monkeypatch):
