@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,24 +38,26 @@ def prefill(
         The first token, `[1]`, int64: the anchor of the first round.
     """
     generation_config = in_chunks(generation_config, prompt_length(input_ids, model_kwargs), model_kwargs)
-    with observe(target) as seen:
+    start = torch.zeros_like(cache.length)
+
+    def append(features: Sequence[Tensor]) -> None:
+        if drafter is not None:
+            drafter.append(torch.cat(list(features), dim=-1), start)
+            start.add_(len(features[0]))
+
+    with observe(target, append) as seen:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
     length = int(outputs.cache.get_seq_length())
-    check_prefill(length, prompt_length(input_ids, model_kwargs), seen)
+    check_prefill(length, prompt_length(input_ids, model_kwargs), target, seen)
     load_cache(outputs.cache, length, target, cache)
     # nothing is seen of a compiled forward
     position_ids = seen.positions[-1] if seen.positions else model_kwargs.get("position_ids")
     cache.position_offset.copy_(rotary_positions(position_ids, length, target) + 1 - length)
-    if drafter is not None:
-        start = torch.zeros_like(cache.length)
-        for chunk in zip(*seen.features, strict=True):
-            drafter.append(torch.cat(chunk, dim=-1), start)
-            start += len(chunk[0])
     return outputs.logits[0, -1:].float().argmax(-1)
 
 
 def in_chunks(generation_config: Any, length: int, model_kwargs: dict[str, Any]) -> Any:
-    """The config with a chunk size for a long prompt that has none: its activations stay bounded, not its features.
+    """The config with a chunk size for a long prompt that has none, so that its activations stay bounded.
 
     Images and embeddings cannot be cut by transformers; a caller's own `prefill_chunk_size` is kept.
     """
@@ -73,25 +75,36 @@ class Seen(NamedTuple):
     """What hooks saw of the prompt's forward, in one or more chunks.
 
     Attributes:
-        features: per feature layer of the drafter, its outputs `[T, H]`.
+        features: the drafter's feature layers that have shown a chunk -> their outputs of it `[T, H]`.
+        chunks: for each chunk that all of them have shown, its tokens.
         positions: the rotary's position ids; an adapter may have moved them.
     """
 
-    features: list[list[Tensor]]
+    features: dict[int, Tensor]
+    chunks: list[int]
     positions: list[Tensor]
 
 
 @contextmanager
-def observe(target: SplitTarget) -> Iterator[Seen]:
-    """Hook the feature layers and the rotary embedding for a forward in this thread."""
-    seen = Seen([[] for _ in target.feature_layers], [])
-    thread = threading.get_ident()
+def observe(target: SplitTarget, take: Callable[[Sequence[Tensor]], None]) -> Iterator[Seen]:
+    """Hook the feature layers and the rotary embedding for a forward in this thread.
 
-    def record(into: list[Tensor]) -> Any:
+    Args:
+        take: gets the feature layers' outputs of a chunk, in the order of `feature_layers`, once all are there.
+    """
+    seen = Seen({}, [], [])
+    layers, thread = set(target.feature_layers), threading.get_ident()
+
+    def record(layer: int) -> Any:
         def hook(module: Any, args: Any, output: Tensor) -> None:
             # another thread may run the same model meanwhile
-            if threading.get_ident() == thread:
-                into.append(output[0])
+            if threading.get_ident() != thread:
+                return
+            seen.features[layer] = output[0]
+            if len(seen.features) == len(layers):
+                take([seen.features[each] for each in target.feature_layers])
+                seen.features.clear()
+                seen.chunks.append(output.shape[1])
 
         return hook
 
@@ -99,10 +112,7 @@ def observe(target: SplitTarget) -> Iterator[Seen]:
         if threading.get_ident() == thread:
             seen.positions.append(args[1])
 
-    hooks = [
-        target.layers[layer].register_forward_hook(record(into))
-        for layer, into in zip(target.feature_layers, seen.features, strict=True)
-    ]
+    hooks = [target.layers[layer].register_forward_hook(record(layer)) for layer in layers]
     hooks.append(target.rotary_emb.register_forward_pre_hook(record_positions))
     try:
         yield seen
@@ -117,7 +127,7 @@ def prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
     return max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
 
-def check_prefill(length: int, expected: int, seen: Seen) -> None:
+def check_prefill(length: int, expected: int, target: SplitTarget, seen: Seen) -> None:
     """Refuse a forward that did something else than run the prompt's tokens eagerly.
 
     Raises:
@@ -129,7 +139,7 @@ def check_prefill(length: int, expected: int, seen: Seen) -> None:
             "(prompt or prefix tuning?), which HybridSpec cannot place. Use an adapter that changes weights, or drop "
             "generation_mode."
         )
-    if not all(seen.features):
+    if target.feature_layers and sum(seen.chunks) != length:
         raise ValueError(
             "The target's forward is compiled, so the layer outputs that the drafter reads cannot be seen. "
             "Load the target without torch.compile, or leave assistant_model out."

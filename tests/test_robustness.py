@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from support.harness import filled_cache
 from support.streamers import CountingStreamer
 from support.tiny_models import FAMILIES, tiny_drafter, tiny_target
 from torch import nn
@@ -442,6 +443,39 @@ def test_long_prompts_go_through_the_model_in_chunks(family, monkeypatch):
         sizes.clear()
         assert torch.equal(ours(model, drafter, policy, input_ids=ids, prefill_chunk_size=16), text)
         assert sizes[:2] == [16, 5]
+
+
+@pytest.mark.parametrize("layers", [[0, 2, 3], [3, 0, 2], [2, 2, 3]])
+def test_the_features_of_a_chunk_go_before_the_next_one_comes(layers, monkeypatch):
+    """A long prompt's features at once would be as large as its cache."""
+    from hybridspec_hf import prefill
+
+    model = tiny_target()
+    target, whole, chunked, seen = split_target(model, tuple(layers)), Appended(), Appended(), []
+    ids = torch.randint(1, 90, (1, 21))
+    filled_cache(model, target, ids, whole)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
+    model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(sum(chunked.sizes)))
+    filled_cache(model, target, ids, chunked)
+    assert whole.sizes == [21] and chunked.sizes == [8, 8, 5] and seen == [0, 8, 16]
+    assert whole.starts == [0] and chunked.starts == [0, 8, 16]
+    assert whole.features[0].shape[1] == 3 * target.hidden_size
+    torch.testing.assert_close(torch.cat(chunked.features), whole.features[0], rtol=1e-4, atol=1e-5)
+
+
+class Appended:
+    """A drafter that only keeps what it is given."""
+
+    def __init__(self):
+        self.features, self.starts = [], []
+
+    @property
+    def sizes(self):
+        return [len(part) for part in self.features]
+
+    def append(self, features, start):
+        self.features.append(features)
+        self.starts.append(int(start))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
