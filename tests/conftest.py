@@ -37,6 +37,13 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_tf32() -> Iterator[None]:
+    """fp32 means fp32: on a GPU, cuDNN's convolutions default to TF32."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what our own packages allocate uninitialised with NaN: reading it before writing it fails a test."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):

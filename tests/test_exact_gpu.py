@@ -10,16 +10,10 @@ import hybridspec_hf
 from hybridspec_generation.gdn import GDN_BACKENDS
 from hybridspec_hf.evals.exactness import check_exactness, worst_margin
 
-POLICIES = ["ar", "full", "hybridspec", "static:5"]
+POLICIES = ["ar", "full", "hybridspec", "nominal", "dcut", "evict", "dspark", "static:5"]
 PROMPTS = [1, 2, 5, 17]
 # in bf16 spacings at the best logit; on a CPU the same runs stay below 1
 NEAR_TIE = 4.0
-
-
-@pytest.fixture(autouse=True)
-def no_tf32():
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
 
 
 @pytest.mark.gpu
@@ -53,12 +47,13 @@ def test_memory_is_freed_by_release():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["full", "hybridspec", "evict"])
 @pytest.mark.parametrize("backend", GDN_BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_of_every_backend_give_the_targets_tokens(family, backend):
+def test_kernels_of_every_backend_give_the_targets_tokens(family, backend, policy):
     model = tiny_target(family, gain=1.0).to("cuda")
     drafter = tiny_drafter(model, gain=1.0).to("cuda")
-    config = hybridspec_hf.HybridSpecConfig(policy="full", gdn_backend=backend)
+    config = hybridspec_hf.HybridSpecConfig(policy=policy, gdn_backend=backend)
     options = {"do_sample": False, "max_new_tokens": 24}
     for n in PROMPTS:
         ids = torch.randint(1, 90, (1, n), device="cuda")

@@ -33,15 +33,21 @@ def image_inputs():
     return dict(input_ids=ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=(ids == IMAGE).long())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("policy", ["ar", "full", "hybridspec", "static:4"])
-def test_image_prompt_equals_plain_generate(model, image_inputs, policy):
+def test_image_prompt_equals_plain_generate(model, image_inputs, policy, device):
+    """On a GPU, rounds run in kernels and graphs behind the image, whose positions have three axes."""
+    model, image_inputs = model.to(device), {name: value.to(device) for name, value in image_inputs.items()}
     plain = model.generate(**image_inputs, max_new_tokens=24, do_sample=False)
     options = {"generation_mode": "hybridspec", "max_new_tokens": 24, "do_sample": False}
     if policy != "ar":
-        options |= {"assistant_model": tiny_drafter(model), "hybridspec_config": HybridSpecConfig(policy=policy)}
-    assert torch.equal(model.generate(**image_inputs, **options), plain)
+        drafter = tiny_drafter(model).to(device)
+        options |= {"assistant_model": drafter, "hybridspec_config": HybridSpecConfig(policy=policy)}
+    out = model.generate(**image_inputs, **options, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert ("graph" in out.report.launches) == (device == "cuda")
     # a text prompt afterwards must not inherit the image's rotary offset
-    text = torch.tensor([[5, 6, 7]])
+    text = torch.tensor([[5, 6, 7]], device=device)
     plain = model.generate(input_ids=text, max_new_tokens=10, do_sample=False)
     options["max_new_tokens"] = 10
     assert torch.equal(model.generate(input_ids=text, **options), plain)

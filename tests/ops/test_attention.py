@@ -385,6 +385,16 @@ def test_verify_at_model_sizes(HQ, HKV, D, R, length, dtype, bound):
 
 
 @pytest.mark.gpu
+def test_verify_at_the_longest_context_of_the_models():
+    HQ, HKV, D, R = TARGET
+    length, capacity, dtype = 262_120, 262_144, torch.bfloat16
+    inputs = block(5, HQ, HKV, D, True, dtype), tables(capacity, R, dtype), cache(HKV, capacity, D, length, dtype)
+    options = dict(gated=True, zero_centered=True, **RULES[0]._asdict())
+    got = verify(*inputs, length, HQ, splits=attention_splits(capacity, HKV, DEVICE), **options, overlap=True)[0]
+    assert error(got, verify(*inputs, length, HQ, op=attention_verify_ref, **options)[0].double()) <= 1e-2
+
+
+@pytest.mark.gpu
 def test_verify_replays_as_a_graph():
     HQ, HKV, D, R = TARGET
     tensors, rotary = block(5, HQ, HKV, D, True, torch.bfloat16), tables(3000, R, torch.bfloat16)

@@ -12,3 +12,15 @@ class CountingStreamer:
 
     def end(self):
         pass
+
+
+class TokenStreamer(CountingStreamer):
+    """Keeps the tokens that reach the user, the prompt's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = []
+
+    def put(self, value):
+        super().put(value)
+        self.tokens += value.flatten().tolist()
