@@ -5,11 +5,13 @@ Activations are not counted: a round's fit into the caches.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..drafters.dflash import DFlashDrafter
+from ..models.kernel_target import front_weights
 from .gdn_floors import STATE_BYTES
 
 # a module's name -> the part that its weights belong to; the first match counts
@@ -42,7 +44,7 @@ class DecodeFloors:
             target.config, weight_bytes(target), distinct, context
         )  # fmt: skip
         self.element = target.lm_head.weight.itemsize
-        self.drafter = drafter
+        self.drafter, self.first = drafter, target.model.layers[0]
 
     def verification(self, w: int) -> dict[str, float]:
         """Bytes of verifying and committing w tokens by part; w = 1 is a token of autoregressive decoding."""
@@ -53,20 +55,36 @@ class DecodeFloors:
         parts["embedding"] = w * c.hidden_size * self.element
         if self.distinct:
             parts["experts"] = self.weights["experts"] * self.distinct[w] / c.num_experts
-        state = c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim * STATE_BYTES
         # read and written; read once more where the commit has to wait for the acceptance
-        parts["states"] = types.count("linear_attention") * state * (2 if w == 1 else 3)
+        parts["states"] = types.count("linear_attention") * self.state() * (2 if w == 1 else 3)
         row = 2 * c.num_key_value_heads * c.head_dim * self.element
         parts["kv"] = types.count("full_attention") * row * (self.context + 2 * w)
         return parts
 
+    def state(self) -> float:
+        """Bytes of one GDN layer's state."""
+        c = self.config
+        return float(c.linear_num_value_heads * c.linear_value_head_dim * c.linear_key_head_dim * STATE_BYTES)
+
+    def stage0(self) -> dict[str, float]:
+        """Bytes of Layer 0 up to its router, which is computed beside the shared expert's projections."""
+        front = front_weights(self.first.mlp) if hasattr(self.first.mlp, "experts") else ()
+        return {"gdn": size_of(self.first.linear_attn.parameters()), "router": size_of(front), "states": self.state()}
+
+    def commit(self) -> dict[str, float]:
+        """Bytes of a commit: all states, read and written, and what makes the drafter's context of the features."""
+        attentions = [layer.self_attn for layer in self.drafter.layers]
+        context = [w for each in attentions for w in (each.k_proj.weight, each.v_proj.weight)]
+        layers = list(self.config.layer_types).count("linear_attention")
+        return {"states": 2 * layers * self.state(), "drafter": size_of([self.drafter.fc.weight, *context])}
+
     def draft(self) -> dict[str, float]:
-        """Bytes of a draft by part: the drafter, its context and the target's head."""
+        """Bytes of a draft by part: the drafter but for what the commit runs, its context and the target's head."""
         c = self.drafter.config
         row = 2 * c.num_key_value_heads * c.head_dim * self.drafter.fc.weight.itemsize
         seen = [min(self.context, c.window(layer) or self.context) for layer in range(c.num_hidden_layers)]
         return {
-            "drafter": float(sum(p.numel() * p.itemsize for p in self.drafter.parameters())),
+            "drafter": size_of(self.drafter.parameters()) - size_of([self.drafter.fc.weight]),
             "kv": float(row * sum(seen)),
             "head": float(self.weights["head"]),
         }
@@ -85,6 +103,11 @@ class DecodeFloors:
             "draft": entry(self.draft()),
             "verification": {str(w): entry(self.verification(w)) for w in lengths},
         }
+
+
+def size_of(tensors: Iterable[Tensor]) -> float:
+    """Bytes of tensors."""
+    return float(sum(tensor.nbytes for tensor in tensors))
 
 
 def floor_ms(count: float, bandwidth: float | None) -> float | None:

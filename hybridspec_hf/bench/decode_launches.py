@@ -1,17 +1,20 @@
 """A pair, a script -> the ways to launch a round beside each other: idle, beside a busy thread, split and unsplit."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridspec_generation import HybridSpecConfig
+from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.policies import FixedLength
 from hybridspec_generation.round import Round
+from hybridspec_generation.state import RoundState
+from hybridspec_kernels import limit_length_ref
 
 from .. import strategy
 from ..calibration.capture import open_round
@@ -26,7 +29,8 @@ from .decode_script import Script, ScriptedDrafter, scripted
 WAYS = (("parent", 1), ("parent", 16), ("per-length", 1), ("off", 1))
 # beside a busy thread, every operation that is launched waits for the interpreter's lock: seconds a round
 LAUNCHED_SINGLY, FEW_TOKENS = "off", 16
-SPLIT_LENGTH = 8
+# with and without a choice among graphs
+SINGLE_LENGTH = 8
 
 
 def compare_launches(pair: RandomPair, prompt: Tensor, script: Script, new_tokens: int) -> Iterator[Launches]:
@@ -63,40 +67,81 @@ def request(
 
 
 def compare_split(pair: RandomPair, prompt: Tensor, script: Script, rounds: int) -> Split:
-    """Decode the same text with a boundary behind Layer 0's router and without, at one length; and without a choice.
+    """Decode the same text with a boundary behind Layer 0's router and without, every length in turn; then at one
+    length, with a choice among graphs and without.
 
     Args:
-        rounds: at least so many, if the script accepts as its trace says.
+        rounds: at least so many for split and unsplit, if the script accepts as its trace says.
     """
-    results = []
-    every = range(2, pair.drafter.config.block_size + 1)
-    for split, lengths in ((True, every), (False, every), (False, [SPLIT_LENGTH])):
-        release(pair.target)
-        r = scripted_round(pair, prompt, script, rounds * SPLIT_LENGTH)
-        graphs = GraphedRounds(r, lengths, "parent", split=split)
-        budget = int(rounds * min(SPLIT_LENGTH, script.mean_emitted()))
-        script.reset()
-        r.state.start(follow(pair.successor, prompt[0, -1:], 2)[1:], [], budget)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        readouts = list(graphs.decode())
-        end.record()
-        end.synchronize()
-        results.append((readouts, begin.elapsed_time(end) / len(readouts)))
-        graphs.close()
-    release(pair.target)
-    (a, split_ms), (b, unsplit_ms), (_, single_ms) = results
+    block, device = pair.drafter.config.block_size, prompt.device
+    every, budget = range(2, block + 1), rounds * int(script.mean_emitted() + 1)
+    split, unsplit = (
+        timed_rounds(pair, prompt, script, EveryLength(device), every, budget, behind) for behind in (True, False)
+    )
+    switched, single = (
+        timed_rounds(pair, prompt, script, FixedLength(SINGLE_LENGTH), lengths, budget // 3, False)
+        for lengths in (every, [SINGLE_LENGTH])
+    )
     # lengths of Stage 0 and of the target are the same number here
-    return Split(len(a), a == b, split_ms, unsplit_ms, single_ms)
+    same = split.readouts == unsplit.readouts
+    return Split(len(split.readouts), same, *(each.round_ms for each in (split, unsplit, switched, single)))
+
+
+class EveryLength:
+    """Verify 2, 3, ..., W tokens in turn."""
+
+    corrects = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def select(self, state: RoundState) -> None:
+        """Write the next length, and what the budget allows of it."""
+        state.nominal_length.copy_(2 + self.turn % (state.block - 1))
+        state.stage0_length.copy_(limit_length_ref(state.nominal_length, state.remaining, state.block))
+        self.turn += 1
+
+    def correct(self, state: RoundState) -> None:
+        """Verify what Stage 0 ran on."""
+        state.verify_length.copy_(state.stage0_length)
+
+
+class Timed(NamedTuple):
+    """Rounds that ran: what each of them said, and the mean milliseconds of one."""
+
+    readouts: list[RoundReadout]
+    round_ms: float
+
+
+def timed_rounds(
+    pair: RandomPair, prompt: Tensor, script: Script, policy: EveryLength | FixedLength, lengths: Sequence[int],
+    budget: int, split: bool,
+) -> Timed:  # fmt: skip
+    """Decode `budget` tokens by one parent graph; `lengths` and `split` as of `GraphedRounds`."""
+    release(pair.target)
+    r = replace(scripted_round(pair, prompt, script, budget), policy=policy)
+    graphs = GraphedRounds(r, lengths, "parent", split=split)
+    script.reset()
+    if isinstance(policy, EveryLength):
+        policy.turn.zero_()
+    r.state.start(follow(pair.successor, prompt[0, -1:], 2)[1:], [], budget)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    readouts = list(graphs.decode())
+    end.record()
+    end.synchronize()
+    graphs.close()
+    release(pair.target)
+    return Timed(readouts, begin.elapsed_time(end) / len(readouts))
 
 
 def scripted_round(pair: RandomPair, prompt: Tensor, script: Script, budget: int) -> Round:
-    """A prefilled round in kernels whose drafter plays the script and which verifies `SPLIT_LENGTH` tokens."""
+    """A prefilled round in kernels whose drafter plays the script."""
     r = open_round(pair.target, pair.drafter, prompt, budget=budget, eos=[])
     target = kernel_target(pair, r)
     if target is None or r.drafter is None:
         raise ValueError("Splitting is compared on a GPU that runs the kernels only.")
-    return replace(r, target=target, drafter=ScriptedDrafter(r.drafter, script), policy=FixedLength(SPLIT_LENGTH))
+    return replace(r, target=target, drafter=ScriptedDrafter(r.drafter, script))
 
 
 @contextmanager

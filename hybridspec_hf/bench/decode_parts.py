@@ -23,9 +23,9 @@ from ..graphs.timing import graph_seconds
 from ..models.kernel_target import KernelTarget
 from .decode_floors import DecodeFloors, floor_ms
 from .decode_models import RandomPair, follow
-from .decode_online import example_cost
 from .decode_report import Parts
 from .decode_traces import load_acceptance
+from .example_cost import example_cost
 
 # of what is too short to be timed alone
 CALLS = 100
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 def time_parts(
     pair: RandomPair, prompt: Tensor, lengths: Sequence[int], floors: DecodeFloors, bandwidth: float | None
 ) -> list[Parts]:
-    """Times of a draft and of the target's stages; where kernels run, as graphs, and by kind of layer too.
+    """Times of a draft, of Stage 0 on the block, of verifications; where kernels run, as graphs, by kind of layer too.
 
     Each is the shortest of several on one piece of text, averaged over `WINDOWS` pieces.
     """
@@ -56,12 +56,17 @@ def time_parts(
     assert r.drafter is not None
     emit_nothing(r)
     draft = partial(r.drafter.propose, text[:1], r.cache.length, r.state.draft)
-    work = [Work("draft", draft, sum(floors.draft().values()))]
+    first = partial(r.target.stage0, text, r.cache, r.state.boundary)
+    work = [
+        Work("draft", draft, sum(floors.draft().values())),
+        Work(f"Stage 0 of {block}", first, sum(floors.stage0().values())),
+    ]
     for w in sorted({1, *lengths, block}):
         moved = floors.verification(w)
         work.append(Work(f"verification of {w}", partial(run_target, r, text, w), sum(moved.values())))
         if target is not None:
-            work += [part._replace(part=f"  {w}: {part.part}") for part in kinds(target, r, w, moved)]
+            ended = sum(floors.commit().values())
+            work += [part._replace(part=f"  {w}: {part.part}") for part in kinds(target, r, w, moved, ended)]
     if target is not None and pair.routing is not None:
         work += selection(pair, r)
     times = timer([part.run for part in work], inputs=[partial(text.copy_, window) for window in windows])
@@ -101,8 +106,12 @@ def kernel_target(pair: RandomPair, r: Round) -> KernelTarget | None:
     return target
 
 
-def kinds(target: KernelTarget, r: Round, w: int, moved: dict[str, float]) -> list[Work]:
-    """Layers of one kind behind each other, without the norms between them; then head, acceptance and commit."""
+def kinds(target: KernelTarget, r: Round, w: int, moved: dict[str, float], ended: float) -> list[Work]:
+    """Layers of one kind behind each other, without the norms between them; then head, acceptance and commit.
+
+    Args:
+        moved, ended: bytes of the verification by part, and of the commit.
+    """
     split, hidden = target.split, target.hidden[:w]
     layers = range(len(split.layers))
 
@@ -127,5 +136,5 @@ def kinds(target: KernelTarget, r: Round, w: int, moved: dict[str, float]) -> li
         Work("attention", partial(mixers, "full_attention"), size("attention", "kv")),
         Work("MoE" if target.top_k else "MLP", mlps, size("experts", "shared_experts", "router", "mlp")),
         Work("head", partial(target.next_tokens, hidden, r.state.target_tokens[:w]), size("head")),
-        Work("acceptance and commit", end, None),
+        Work("acceptance and commit", end, ended),
     ]

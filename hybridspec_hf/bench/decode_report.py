@@ -83,14 +83,16 @@ class Split:
     """The same rounds with a graph that ends at the router boundary, and without.
 
     Attributes:
-        rounds: of each. same: whether tokens, acceptance and rounds are equal. split_ms, unsplit_ms: a round.
-        single_ms: a round of that length that is one graph, in which nothing is chosen.
+        rounds: of each, every length in turn. same: whether tokens, acceptance and rounds are equal.
+        split_ms, unsplit_ms: a round. switched_ms, single_ms: an unsplit round of one length, behind a choice among
+            graphs and as one graph.
     """
 
     rounds: int
     same: bool
     split_ms: float
     unsplit_ms: float
+    switched_ms: float
     single_ms: float
 
 
@@ -214,10 +216,11 @@ def launch_line(way: Launches) -> str:
 
 def split_line(split: Split) -> str:
     """The boundary behind Layer 0's router."""
+    same = "the same" if split.same else "DIFFER"
     return (
         f"Split at the router boundary {split.split_ms:.3f} ms a round, unsplit {split.unsplit_ms:.3f} ms, over "
-        f"{split.rounds} rounds: tokens, acceptance and rounds {'the same' if split.same else 'DIFFER'}; one graph, "
-        f"nothing to choose, {split.single_ms:.3f} ms"
+        f"{split.rounds} rounds of every length: tokens, acceptance and rounds {same}. At one length, behind a choice "
+        f"among graphs {split.switched_ms:.3f} ms, as one graph {split.single_ms:.3f} ms"
     )
 
 

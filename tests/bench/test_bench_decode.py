@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from hybridspec_generation import HybridSpecConfig
+from hybridspec_generation import HybridSpecConfig, RoundState
 from hybridspec_generation.state import Draft
 from hybridspec_hf import strategy
-from hybridspec_hf.bench import decode_models, decode_record, decode_report, decode_run
+from hybridspec_hf.bench import decode_models, decode_parts, decode_record, decode_report, decode_run
 from hybridspec_hf.bench.decode_contexts import compare_contexts
 from hybridspec_hf.bench.decode_floors import DecodeFloors, weight_bytes
-from hybridspec_hf.bench.decode_launches import busy_while_decoding, compare_launches, compare_split
+from hybridspec_hf.bench.decode_launches import EveryLength, busy_while_decoding, compare_launches, compare_split
 from hybridspec_hf.bench.decode_models import build, build_pair, follow
 from hybridspec_hf.bench.decode_report import (
     DecodeBenchmark,
@@ -44,6 +44,7 @@ from hybridspec_hf.bench.decode_run import request
 from hybridspec_hf.bench.decode_script import Script, ScriptedDrafter, scripted
 from hybridspec_hf.bench.decode_shapes import FAMILIES, SHAPES, Shape, drafter_config, shortened, target_config
 from hybridspec_hf.bench.decode_traces import PAPER_AL, RECORDED, load_acceptance, load_trace, recorded_rounds
+from hybridspec_hf.calibration import contexts
 from hybridspec_hf.drafters.dflash import DFlashDrafter
 from hybridspec_hf.engine import get_engine
 from hybridspec_hf.prefill import prefill
@@ -151,6 +152,12 @@ def test_the_35b_has_the_sizes_that_were_measured(plain_empty):
     assert four["experts"] / one["experts"] == pytest.approx(independent_experts(256, 8, 4) / 8)
     # five layers see at most their window, and all of them the whole of a short context
     assert floors.draft()["kv"] == 6 * 1024 * 2 * 8 * 128 * 2
+    # 2048 outputs of eight layers' features, and six layers' keys and values; 30 states of 32 heads, read and written
+    assert floors.commit()["drafter"] == 2 * 2048 * (8 * 2048 + 6 * 2 * 8 * 128)
+    assert floors.commit()["states"] == 2 * 30 * 32 * 128 * 128 * 4
+    # a shared expert of 512 channels, its gate and 256 experts' logits
+    assert floors.stage0()["router"] == 2 * 2048 * (256 + 1 + 2 * 512)
+    assert floors.stage0()["gdn"] == pytest.approx(sizes["gdn"] / 30)
 
 
 def test_a_shortened_shape_keeps_its_pattern():
@@ -364,7 +371,9 @@ def test_the_whole_benchmark_runs(monkeypatch, capsys, tmp_path):
     report = json.loads(out.splitlines()[-1])
     assert report == json.loads(path.read_text())
     assert report["label"] == "scripted acceptance, random weights" and report["passed"]
-    assert "scripted acceptance, random weights" in out.splitlines()[-2] or "scripted acceptance" in out
+    # for people too, ahead of every number
+    before, _, _ = out.partition("ms a token")
+    assert "All numbers: scripted acceptance, random weights." in before and len(before) < len(out)
     policies = {row["policy"] for row in report["rows"]}
     assert policies == {"ar", "full", "static:3", "static:16", "hybridspec"}
     assert {row["category"] for row in report["rows"]} == {"all", "coding", "roleplay"}
@@ -417,16 +426,16 @@ def test_a_trace_given_twice_is_warm_the_second_time(pair, monkeypatch):
 
 def test_ways_to_launch_are_told_and_counted():
     way = Launches("parent graph", True, 4.5, 9.0, 1 << 30, True)
-    report = DecodeBenchmark({"bandwidth": None}, launches=[way], split=Split(3100, True, 5.3, 5.2, 5.1))
+    report = DecodeBenchmark({"bandwidth": None}, launches=[way], split=Split(3100, True, 5.3, 5.2, 5.1, 5.0))
     assert launch_line(way) == (
         "HybridSpec, parent graph, beside a busy Python thread: 4.500 ms a round; capture 9.0 s; 1024 MiB of the GPU"
     )
-    line = split_line(Split(3100, True, 5.3, 5.2, 5.1))
-    assert "unsplit 5.200 ms, over 3100 rounds: tokens, acceptance and rounds the same" in line
+    line = split_line(Split(3100, True, 5.3, 5.2, 5.1, 5.0))
+    assert "unsplit 5.200 ms, over 3100 rounds of every length: tokens, acceptance and rounds the same" in line
     assert report.passed and report.to_dict()["split"]["rounds"] == 3100
     for wrong in (
         replace(report, launches=[replace(way, known_text=False)]),
-        replace(report, split=Split(9, False, 1, 1, 1)),
+        replace(report, split=Split(9, False, 1, 1, 1, 1)),
     ):
         assert not wrong.passed
 
@@ -447,7 +456,8 @@ def test_a_thread_is_busy_while_a_request_decodes(pair, monkeypatch):
     assert strategy.run_rounds is watched
 
 
-def test_contexts_have_curves_of_their_own(pair):
+def test_contexts_have_curves_of_their_own(pair, monkeypatch):
+    monkeypatch.setattr(contexts, "ROUND_TOKENS", 32)
     said = []
     measured = compare_contexts(pair, script_of(pair), said.append, (40, 100))
     assert [each.cost.context for each in measured] == [40, 100] and not said
@@ -475,3 +485,37 @@ def test_ways_to_launch_write_the_same_text():
     assert [way.busy for way in ways] == [False, True] * 4 and all(way.known_text for way in ways)
     assert len({way.way for way in ways}) == 4
     assert split.same and split.rounds >= 50
+
+
+def test_every_length_is_verified_in_turn():
+    state = RoundState(
+        block=16, hidden_size=8, top_k=2, feature_size=8, dtype=torch.float32, device=torch.device("cpu")
+    )
+    policy, seen = EveryLength(state.remaining.device), []
+    for remaining in [100] * 15 + [5] * 15:
+        state.remaining.fill_(remaining)
+        policy.select(state)
+        policy.correct(state)
+        seen.append(int(state.verify_length))
+    assert seen == [*range(2, 17), *(min(w, 5) for w in range(2, 17))]
+
+
+def test_parts_of_a_round_are_named(pair):
+    floors = DecodeFloors(pair.target, pair.drafter, pair.routing.distinct, 40)
+    with torch.no_grad():
+        parts = decode_parts.time_parts(pair, pair.text(40), [4], floors, 1e12)
+    assert [part.part for part in parts][:3] == ["draft", "Stage 0 of 16", "verification of 1"]
+    assert all(part.ms > 0 and part.floor_ms > 0 for part in parts)
+    # on a GPU by kind of layer, too
+    assert {part.part for part in parts} >= {"verification of 4", "verification of 16"}
+
+
+@pytest.mark.gpu
+def test_parts_of_a_round_by_kind_of_layer():
+    pair = build("tiny", "cuda", torch.float32)
+    floors = DecodeFloors(pair.target, pair.drafter, pair.routing.distinct, 40)
+    with torch.no_grad():
+        parts = [part.part for part in decode_parts.time_parts(pair, pair.text(40), [4], floors, 1e12)]
+    kinds = ("GDN", "attention", "MoE", "head", "acceptance and commit")
+    assert {f"  {w}: {kind}" for w in (1, 4, 16) for kind in kinds} < set(parts)
+    assert {"100 calls of the selector", "100 calls of the routing correction"} < set(parts)
