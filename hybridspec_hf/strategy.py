@@ -95,7 +95,10 @@ def hybridspec_decoding(
     emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
     report = DecodeReport(policy="ar" if drafter is None else config.policy)
     if drafter is None and generation_config.hybridspec_config is not None:
-        report.notes.append("without assistant_model, hybridspec_config has no effect except for gdn_backend")
+        report.notes.append(
+            "without assistant_model, of hybridspec_config only gdn_backend, graphs and "
+            "rounds_per_launch have an effect"
+        )
     tokens = prompt_length(input_ids, model_kwargs) + emitter.budget
     buffers = engine.borrow(drafter, tokens, config.gdn_backend, len(emitter.eos))
     note_gdn(buffers.cache.gdn, report)
