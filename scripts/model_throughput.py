@@ -3,16 +3,18 @@
     python scripts/model_throughput.py                  # online rho on the traces that ship, by category
     python scripts/model_throughput.py --config DIR     # and what DIR's several contexts gain over a single curve
 
-The traces' latency curve is a quadratic through four measured lengths of the 35B's shape. The last line of stdout is
-one JSON object.
+The traces' latency curve is a quadratic through measured lengths of the 35B's shape (bench/example_cost.py). The last
+line of stdout is one JSON object.
 """
 
 import argparse
 import json
+from statistics import fmean
 
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.bench.decode_online import online_gain
 from hybridspec_hf.bench.decode_traces import PAPER_AL
+from hybridspec_hf.bench.markdown import table
 from hybridspec_hf.calibration.gains import config_gain
 
 
@@ -26,15 +28,13 @@ def main() -> None:
     args = parser.parse_args()
 
     result: dict[str, object] = {"new_tokens": args.new_tokens, "online": {}}
-    print(
-        "online rho over the one that it starts with, percent\n"
-        + f"{'rho x':<8}"
-        + "".join(f"{n:>15}" for n in PAPER_AL)
-    )
+    rows = []
     for wrong in args.wrong:
         gains = {name: online_gain(name, wrong, args.new_tokens) for name in PAPER_AL}
         result["online"] |= {str(wrong): gains}  # type: ignore[operator]
-        print(f"{wrong:<8}" + "".join(f"{100 * (gain - 1):>15.2f}" for gain in gains.values()))
+        rows.append([f"{wrong:g}", *(f"{100 * (gain - 1):.2f}" for gain in (*gains.values(), fmean(gains.values())))])
+    print("online rho over the one that it starts with, percent\n")
+    print(*table(["rho x", *PAPER_AL, "mean"], rows), sep="\n")
     if args.config:
         result["contexts"] = config_gain(HybridSpecConfig.from_pretrained(args.config))
         print("\nthe context's own curve over a single one:", result["contexts"])
