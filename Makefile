@@ -1,5 +1,6 @@
 # Every target works on a fresh clone: the environment in $(VENV) is made on first use.
 #   make demo                              the main job, on the pair that ships with the package
+#   make bench                             a table of speeds on that pair, in a minute or two; results in runs/bench
 #   make test VENV="$VIRTUAL_ENV"         use an environment you already have
 
 PYTHON ?= python3
@@ -8,6 +9,7 @@ WORKERS ?= 2
 # without an NVIDIA driver this release is installed first, so that pip does not look for the newest CUDA build
 CPU_TORCH ?= torch==2.13.0
 ARGS ?=
+PAIR := hybridspec_hf/assets/tiny_pair
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: activate an environment first, or leave VENV out to make .venv)
@@ -46,4 +48,5 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 bench: $(READY)
-	$(BIN)/hybridspec demo --json $(ARGS)
+	$(BIN)/hybridspec bench --target $(PAIR)/target --drafter $(PAIR)/drafter --dtype float32 --threads 1 \
+		--limit 1 --repeats 1 --max-new-tokens 64 --output runs/bench $(ARGS)

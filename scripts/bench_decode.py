@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         choices=range(2, 17),
         metavar="W",
-        help="of the mode static; default: 2 to 16 on a GPU, else 2 4 8 16",
+        help="of the mode static, and of the parts of a round; default: 2 to 16 on a GPU, else 2 4 8 16",
     )
     parser.add_argument("--repeats", type=int, help="timed requests of each kind; default: 3 on a GPU, else 1")
     parser.add_argument("--json", type=Path, help="also write the JSON object here")

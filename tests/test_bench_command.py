@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ import pytest
 import torch
 from support.pair_folder import save_pair
 from support.tiny_models import tiny_drafter, tiny_target
+from transformers import AutoTokenizer
 
-from hybridspec_generation import CostTable, HybridSpecConfig
+from hybridspec_generation import CalibratedFor, CostTable, HybridSpecConfig
 from hybridspec_hf.bench import pair_run
 from hybridspec_hf.bench.pair_prompts import BenchPrompt
 from hybridspec_hf.bench.pair_report import summarise
 from hybridspec_hf.bench.pair_run import Recording, Request, in_turn, shared_copy
 from hybridspec_hf.bench.pair_tables import bench_lines
 from hybridspec_hf.bench.rows import parse_rows
+from hybridspec_hf.calibration.prompts import load_prompts, prompt_hash
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import bench
 from hybridspec_hf.engine import get_engine
@@ -28,7 +31,10 @@ PROMPTS = [("math", "What is 2 + 3?"), ("writing", "Write about rain."), ("math"
 @pytest.fixture(scope="module")
 def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"category": category, "prompt": prompt, "split": "test"} for category, prompt in PROMPTS]
-    return save_pair(tmp_path_factory.mktemp("pair"), rows)
+    folder = save_pair(tmp_path_factory.mktemp("pair"), rows)
+    calibration = [row | {"split": "calibration"} for row in rows]
+    (folder / "calibration.jsonl").write_text("".join(json.dumps(row) + "\n" for row in calibration))
+    return folder
 
 
 def run_bench(folder: Path, output: Path, *arguments: str) -> int:
@@ -158,6 +164,16 @@ def test_rows_take_turns_to_be_first() -> None:
     assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]
 
 
+def test_ar_runs_as_the_other_rows_do() -> None:
+    def options(tables: HybridSpecConfig | None, name: str = "ar") -> dict[str, Any]:
+        (row,) = parse_rows([name])
+        return pair_run.Call(None, {}, row, tables, 8, None).options
+
+    assert "hybridspec_config" not in options(None) | options(HybridSpecConfig(policy="nominal", throughput=2.0))
+    assert options(HybridSpecConfig(graphs="off"))["hybridspec_config"].graphs == "off"
+    assert options(None, "ar+replay")["hybridspec_config"].gdn_backend == "replay"
+
+
 def test_backends_keep_their_buffers_side_by_side() -> None:
     target = tiny_target()
     drafter = tiny_drafter(target)
@@ -215,6 +231,32 @@ def test_lengths_and_tables_of_another_block_are_refused_before_loading(
     HybridSpecConfig(cost=cost).save_pretrained(tmp_path / "config")
     assert run_bench(pair_folder, tmp_path, "--config", str(tmp_path / "config")) == 2
     assert "The cost table of hybridspec_config is for a block of 40 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("known", [(0, 2), (), None])
+def test_prompts_of_the_calibration_are_told(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: tuple[int, ...] | None
+) -> None:
+    monkeypatch.setattr(bench, "can_plot", lambda: False)
+    tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target")
+    prompts = load_prompts(pair_folder / "calibration.jsonl", tokenizer).input_ids
+    hashes = None if known is None else tuple(prompt_hash(prompts[i]) for i in known) + (3,)
+    names = dict.fromkeys(("target", "drafter", "prompts", "target_weights", "drafter_weights", "hardware", "versions",
+                           "date"), "x")  # fmt: skip
+    HybridSpecConfig(calibrated_for=CalibratedFor(**names, prompt_hashes=hashes or ())).save_pretrained(
+        tmp_path / "config"
+    )
+    options = ("--config", str(tmp_path / "config"), "--policies", "full", "--repeats", "1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_bench(pair_folder, tmp_path, *options) == 0
+    told = [str(w.message) for w in caught if "prompts are among" in str(w.message)]
+    result, text = json.loads((tmp_path / "bench.json").read_text()), (tmp_path / "bench.md").read_text()
+    # the third in the file is of the first category
+    assert result["calibrated_prompts"] == (None if known is None else ["1", "3"] if known else [])
+    assert len(told) == bool(known) == ("prompts are among" in text)
+    if known:
+        assert told[0].startswith("2 of 3 prompts are among those that --config was calibrated on") and told[0] in text
 
 
 def test_a_damaged_capture_beside_the_config_is_a_note_and_old_files_go(

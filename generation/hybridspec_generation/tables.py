@@ -129,6 +129,8 @@ class CostTable(_Table):
             device or runtime generate measures anew.
         context: tokens in the cache before the timed rounds; 0: not known, for any context.
         throughput: rho of the calibration rounds at these costs, tokens per second; 0: not solved yet.
+        measured: what the curve was fitted to, (mean tokens verified, seconds) of a round at each measured length; no
+            policy reads it. Empty: not kept.
     """
 
     target_cost: Row
@@ -140,6 +142,7 @@ class CostTable(_Table):
     runtime: str = ""
     context: int = 0
     throughput: float = 0.0
+    measured: tuple[Row, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +153,11 @@ class CostTable(_Table):
             raise ValueError(
                 f"target_cost needs W+1 >= 3 values (index = length), fixed_cost and all other times must be >= 0; "
                 f"got {len(self.target_cost)} values and a smallest time of {min(seconds)} seconds. Measure it again."
+            )
+        if not all(len(row) == 2 and 1 <= row[0] <= self.block and row[1] >= 0 for row in self.measured):
+            raise ValueError(
+                f"measured needs pairs of a length from 1 to W = {self.block} and the seconds of a round, >= 0. "
+                "Measure it again."
             )
 
     @property
@@ -182,6 +190,8 @@ def cost_at(costs: Sequence[CostTable], context: int) -> CostTable:
         stage0_token_cost=between(low.stage0_token_cost, high.stage0_token_cost),
         expert_cost=between(low.expert_cost, high.expert_cost),
         throughput=between(low.throughput, high.throughput) if low.throughput and high.throughput else 0.0,
+        # of neither end
+        measured=(),
     )
 
 
@@ -225,6 +235,8 @@ class CalibratedFor(_Table):
         target, drafter, prompts: names for people.
         target_weights, drafter_weights: short hashes of the weights, as loaded; another pair has others.
         hardware, versions, date: where, with what and when it was made.
+        prompt_hashes: a 48-bit hash of each prompt's token ids, so that no evaluation uses them unnoticed. Empty: not
+            known.
     """
 
     target: str
@@ -235,6 +247,12 @@ class CalibratedFor(_Table):
     hardware: str
     versions: str
     date: str
+    prompt_hashes: Row = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= value < 2**48 and value == int(value) for value in self.prompt_hashes):
+            raise ValueError("prompt_hashes must be whole numbers of 48 bits. Calibrate again.")
 
 
 class SelectionTables(NamedTuple):

@@ -19,7 +19,7 @@ from hybridspec_generation import AcceptanceTable, CostTable, ExpertTable, Hybri
 from hybridspec_generation.config import ADAPTIVE_POLICIES
 from hybridspec_generation.throughput import solve_throughput
 
-from ..calibration.acceptance import FOLDS, fit_acceptance_table, predict_acceptance, reached_positions
+from ..calibration.acceptance import fit_acceptance_table, leave_out, predict_acceptance, reached_positions
 from ..calibration.capture import CaptureRounds, merge_rounds
 from ..calibration.experts import fit_expert_table, routing_correlation
 from ..calibration.tables import pooled_throughput
@@ -192,19 +192,18 @@ def unseen_folds(captured: Sequence[CaptureRounds], tables: Tables) -> list[Fold
     folds, cost, experts = [], tables.cost, tables.experts
     if len(captured) < 2:
         return []
-    for fold in range(min(FOLDS, len(captured))):
-        mine = merge_rounds(captured[fold::FOLDS])
-        others = [part for i, part in enumerate(captured) if i % FOLDS != fold]
+    for fold, others in leave_out(captured):
+        mine = merge_rounds([captured[i] for i in fold])
         if not len(mine.accepted):
             continue
         try:
-            acceptance = fit_acceptance_table(merge_rounds(others), "")
+            acceptance = fit_acceptance_table(others, "")
         except (ValueError, RuntimeError):
             return []
         if experts.top_k:
             sizes = {"top_k": experts.top_k, "num_moe_layers": experts.num_moe_layers}
-            experts = fit_expert_table(merge_rounds(others), source="", **sizes)
-        prefix = predict_acceptance(merge_rounds(others), acceptance).cumprod(1)
+            experts = fit_expert_table(others, source="", **sizes)
+        prefix = predict_acceptance(others, acceptance).cumprod(1)
         rho = solve_throughput(prefix, torch.tensor(cost.target_cost, dtype=torch.float64), cost.fixed_cost)
         folds.append(Fold(mine, Tables(acceptance, experts, cost, rho)))
     return folds
@@ -223,6 +222,17 @@ def round_seconds(rounds: CaptureRounds, tables: Tables) -> Tensor:
     return curve + cost.expert_cost * (distinct_pairs(rounds) - average)[:, 1:]
 
 
+def outcomes(rounds: CaptureRounds, lengths: Lengths, seconds: Tensor, cost: CostTable) -> tuple[Tensor, Tensor]:
+    """Tokens that each of N rounds emits at these lengths, and its modelled seconds: `[N]` each, fp64.
+
+    Args:
+        seconds: `[N, W-1]`, what `round_seconds` returned.
+    """
+    w = lengths.verify
+    emitted = 1 + torch.minimum(rounds.accepted, w - 1).double()
+    return emitted, seconds.gather(1, (w - 2)[:, None])[:, 0] + cost.stage0_token_cost * (lengths.stage0 - w)
+
+
 def modelled(
     name: str, rounds: CaptureRounds, lengths: Lengths, seconds: Tensor, cost: CostTable, oracle: float | None = None
 ) -> Modelled:
@@ -233,8 +243,7 @@ def modelled(
         oracle: the oracle's tokens per second; None if this is the oracle.
     """
     w = lengths.verify
-    emitted = 1 + torch.minimum(rounds.accepted, w - 1).double()
-    spent = seconds.gather(1, (w - 2)[:, None])[:, 0] + cost.stage0_token_cost * (lengths.stage0 - w)
+    emitted, spent = outcomes(rounds, lengths, seconds, cost)
     rate = float(emitted.sum() / spent.sum())
     return Modelled(
         policy=name,

@@ -26,9 +26,17 @@ def choose_lengths(config: HybridSpecConfig, rounds: CaptureRounds) -> Lengths:
     Args:
         config: with all tables and the throughput, if its policy is adaptive. rounds: N rounds at full length.
     """
-    count, draft = rounds.confidence.shape
-    block, top_k = draft + 1, int(rounds.new_layer0[:, 0].max()) if count else 0
-    policy = policy_of(config, block, top_k)
+    return lengths_of(policy_of(config, rounds.new_layer0.shape[1], top_k_of(rounds)), rounds)
+
+
+def top_k_of(rounds: CaptureRounds) -> int:
+    """Experts of a token in a layer: all those of the anchor are new. 0 without routers or rounds."""
+    return int(rounds.new_layer0[:, 0].max()) if len(rounds.accepted) else 0
+
+
+def lengths_of(policy: LengthPolicy, rounds: CaptureRounds) -> Lengths:
+    """Run a policy object on every round, without an output budget."""
+    (count, block), top_k = rounds.new_layer0.shape, top_k_of(rounds)
     state = RoundState(
         block=block, hidden_size=0, top_k=top_k, feature_size=0, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -1,13 +1,16 @@
 """A JSONL file of prompts -> token ids by category, of one split: what `hybridspec bench` decodes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..calibration.prompts import encode_row, parse_row
+from hybridspec_generation import HybridSpecConfig
+
+from ..calibration.prompts import encode_row, parse_row, prompt_hash
 
 SHIPPED = Path(str(resources.files("hybridspec_hf.assets"))) / "prompts" / "prompts.jsonl"
 SPLITS = ("test", "calibration", "all")
@@ -62,3 +65,12 @@ def load_bench_prompts(
         advice = f" ({others}): choose another" if others else ""
         raise ValueError(f"{path} has no prompts of split {split!r}{advice}.")
     return [prompt for prompts in found.values() for prompt in prompts]
+
+
+def calibrated_prompts(prompts: Sequence[BenchPrompt], tables: HybridSpecConfig | None) -> list[str] | None:
+    """Names of the prompts that `tables` were calibrated on; None if they do not say on which."""
+    made_for = tables and tables.calibrated_for
+    if not made_for or not made_for.prompt_hashes:
+        return None
+    seen = set(made_for.prompt_hashes)
+    return [prompt.name for prompt in prompts if prompt_hash(prompt.input_ids) in seen]

@@ -116,8 +116,8 @@ class Call:
             self.options["eos_token_id"] = eos
         if row.drafts:
             self.options |= {"assistant_model": drafters[row.gdn_backend], "hybridspec_config": row.config(tables)}
-        elif not row.is_default:
-            self.options["hybridspec_config"] = row.config()
+        elif (config := row.config(tables)) != HybridSpecConfig(policy=config.policy):
+            self.options["hybridspec_config"] = config
 
     def __call__(self, prompt: BenchPrompt) -> Any:
         """The output of generate, with `sequences` `[1, T + new]` and `report`."""

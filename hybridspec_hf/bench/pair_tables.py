@@ -9,10 +9,12 @@ from .pair_report import AVERAGE, Cell, PairReport, category_label
 SHOWN_DIVERGENCES = 10
 
 
-def bench_lines(report: PairReport) -> Iterator[str]:
-    """AL and SR by category, what a round is, lengths, ablations, exactness and notes."""
+def bench_lines(report: PairReport, warning: str = "") -> Iterator[str]:
+    """AL and SR by category, what a round is, lengths, ablations, exactness and notes; a warning goes ahead."""
     categories = [*report.categories, AVERAGE]
     labels = {row.name: row.label for row in report.rows}
+    if warning:
+        yield f"**{warning}**\n"
     yield "## Acceptance length and speedup\n"
     yield "AL: tokens emitted per round. SR: pooled decode throughput over AR's on the same prompts.\n"
     yield from table(
@@ -44,6 +46,16 @@ def bench_lines(report: PairReport) -> Iterator[str]:
         yield from (f"  - {text}" for text in report.recording.notes[row.name])
     if report.recording.captures:
         yield f"- {report.recording.captures} timed requests captured graphs first, outside their decode time"
+
+
+def calibrated_warning(calibrated: int, prompts: int) -> str:
+    """What to say of prompts that the tables were calibrated on; "" if there are none."""
+    if not calibrated:
+        return ""
+    return (
+        f"{calibrated} of {prompts} prompts are among those that --config was calibrated on: rows that choose lengths "
+        "look better on them than on others. Leave them out, or calibrate on other prompts."
+    )
 
 
 def ablation_lines(report: PairReport) -> Iterator[str]:
@@ -116,6 +128,11 @@ def analysis_lines(analysis: Analysis) -> Iterator[str]:
         if found.policy.startswith("static:")
     )
     yield f"\nFixed lengths, tokens/s over the best one's: {fixed}.\n"
+    yield from calibration_lines(analysis)
+
+
+def calibration_lines(analysis: Analysis) -> Iterator[str]:
+    """How far the confidence and the tables can be trusted."""
     yield "## Calibration\n"
     before, after = analysis.reliability["confidence"], analysis.reliability["table"]
     yield (

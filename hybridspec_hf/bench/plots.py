@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..calibration.latency import fit_quadratic
 from .analysis import Analysis
 from .pair_report import AVERAGE, PairReport, category_label
 from .rows import STATIC
@@ -73,18 +74,23 @@ def is_fixed(policy: str) -> bool:
 
 
 def plot_cost(analysis: Analysis, path: Path, report: PairReport | None) -> Path:
-    """Milliseconds of a round by length, the fit and its equation; distinct experts on an axis of their own."""
+    """Milliseconds of a round by length: what was measured and the quadratic through it, or the cost table alone where
+    it does not say; distinct experts on an axis of their own."""
     figure, (axes,) = new_figure(1)
     lengths = np.arange(2, len(analysis.round_ms) + 2)
-    fit = np.polyfit(lengths, analysis.round_ms, min(2, len(lengths) - 1))
-    axes.plot(lengths, analysis.round_ms, ".", label="cost table")
-    axes.plot(lengths, np.polyval(fit, lengths), label="quadratic: " + equation(fit.tolist()))
+    measured = [(w, 1e3 * seconds) for w, seconds in analysis.cost.measured]
+    if measured:
+        fit = fit_quadratic(measured)
+        axes.plot(*zip(*measured, strict=True), "o", label="measured")
+        axes.plot(lengths, np.polyval(fit, lengths), label="quadratic: " + equation(fit.tolist()))
+    else:
+        axes.plot(lengths, analysis.round_ms, ".", label="cost table, which keeps no measured points")
     points = fixed_lengths(report) if report else []
     if points:
         axes.plot(*zip(*points, strict=True), "x", label="fixed lengths of this bench")
     axes.set_xlabel("verification length w")
     axes.set_ylabel("ms a round")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
     axes.set_title(textwrap.fill(analysis.cost_line(), 120), fontsize="x-small", parse_math=False)
     if any(analysis.distinct_pairs):
         experts = axes.twinx()

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..calibration.acceptance import calibration_error
+from ..calibration.acceptance import calibration_error, error_by_position
 
 BINS = 10
 
@@ -33,14 +33,12 @@ def reliability(scores: Tensor, labels: Tensor, reached: Tensor) -> Reliability:
             `reached_positions` returns.
     """
     truth = labels.double()
-    columns = zip(scores.T, truth.T, reached.T, strict=True)
-    positions = [calibration_error(s[there], t[there]) if there.any() else None for s, t, there in columns]
     seen, right = scores[reached], truth[reached]
     index = (seen * BINS).long().clamp(0, BINS - 1)
     held = [index == b for b in range(BINS) if (index == b).any()]
     return Reliability(
         error=calibration_error(seen, right),
-        by_position=positions,
+        by_position=error_by_position(scores, labels, reached),
         predicted=[float(seen[b].mean()) for b in held],
         accepted=[float(right[b].mean()) for b in held],
         counts=[int(b.sum()) for b in held],

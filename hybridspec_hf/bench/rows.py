@@ -1,4 +1,5 @@
-"""Names of benchmark rows: a length policy and the GDN backend that it runs on, as the paper's tables combine them."""
+"""Names of benchmark rows: a length policy, the GDN backend that it runs on (as the paper's tables combine them), and
+whether rho is estimated anew in each request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,11 +8,13 @@ from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.gdn import GDN_BACKENDS
 
 from ..calibration.tables import check_blocks
+from ..strategy import READ_RHO
 
 AUTOREGRESSIVE = "ar"
 DEFAULT_BACKEND = "block"
 FULL = "full"
 HYBRIDSPEC = "hybridspec"
+ONLINE = "online"
 STATIC = "static:"
 
 
@@ -22,15 +25,18 @@ class BenchRow:
     Attributes:
         policy: "ar", or a policy of `HybridSpecConfig`.
         gdn_backend: how the GDN layers verify.
+        online: whether the config's `online_throughput` is set.
     """
 
     policy: str
     gdn_backend: str = DEFAULT_BACKEND
+    online: bool = False
 
     @property
     def name(self) -> str:
-        """What the command line calls it: the policy, and "+backend" unless that is the default."""
-        return self.policy if self.is_default else f"{self.policy}+{self.gdn_backend}"
+        """What the command line calls it: the policy, "+backend" unless that is the default, "+online" if it is."""
+        backend = "" if self.is_default else f"+{self.gdn_backend}"
+        return f"{self.policy}{backend}{f'+{ONLINE}' if self.online else ''}"
 
     @property
     def label(self) -> str:
@@ -52,13 +58,19 @@ class BenchRow:
 
         Args:
             tables: calibrated on the default backend. Its cost and rho do not hold for another one, where they are
-                left out and so measured at first use, as the paper calibrates each system on its own runtime.
+                left out and so measured at first use, as the paper calibrates each system on its own runtime. AR takes
+                how rounds are launched.
         """
-        config = replace(tables or HybridSpecConfig(), gdn_backend=self.gdn_backend)
-        if self.gdn_backend != (tables.gdn_backend if tables else self.gdn_backend):
-            config = replace(config, cost=None, throughput=None)
-        # AR reads the backend only
-        return replace(config, policy=self.policy if self.drafts else FULL)
+        tables = tables or HybridSpecConfig(gdn_backend=self.gdn_backend)
+        if not self.drafts:
+            # a config needs the name of a policy, which nothing reads
+            return HybridSpecConfig(
+                policy=FULL, gdn_backend=self.gdn_backend, graphs=tables.graphs,
+                rounds_per_launch=tables.rounds_per_launch,
+            )  # fmt: skip
+        if self.gdn_backend != tables.gdn_backend:
+            tables = replace(tables, cost=None, throughput=None)
+        return replace(tables, policy=self.policy, gdn_backend=self.gdn_backend, online_throughput=self.online)
 
 
 # the paper's names; "vanilla" is without any component of HybridSpec, so its GDN layers verify token by token
@@ -70,6 +82,7 @@ LABELS = {
     "full+replay": "ReplaySSM",
     "evict+replay": "EVICT + ReplaySSM",
     "hybridspec": "HybridSpec",
+    "hybridspec+online": "HybridSpec, online rho",
     "nominal": "nominal only",
     "full": "whole block",
     "hybridspec+recurrent": "recurrent GDN kernels",
@@ -78,21 +91,27 @@ LABELS = {
 SYSTEMS = ("ar", "full+recurrent", "dcut+recurrent", "evict+recurrent", "full+replay", "evict+replay", "hybridspec")
 # Table 3: what HybridSpec is without a component; fixed lengths go between
 ABLATIONS = ("ar", "hybridspec", "full", "nominal", "hybridspec+recurrent", "full+recurrent")
-STATIC_LENGTHS = (4, 6, 8)
+# around the paper's best, 7
+STATIC_LENGTHS = (4, 6, 7, 8)
 
 
 def parse_row(name: str) -> BenchRow:
-    """A row by its name: "full", "full+recurrent", "evict+replay", "static:4", "ar", ...
+    """A row by its name: "full", "full+recurrent", "evict+replay", "static:4", "ar", "hybridspec+online", ...
 
     Raises:
-        ValueError: for an unknown policy or backend.
+        ValueError: for an unknown policy or backend, or an online rho of a policy that reads none.
     """
-    policy, plus, backend = name.partition("+")
+    online = name.endswith(f"+{ONLINE}")
+    policy, plus, backend = name.removesuffix(f"+{ONLINE}").partition("+")
     if plus and backend not in GDN_BACKENDS:
-        raise ValueError(f"Unknown GDN backend {backend!r} in {name!r}. Use one of {', '.join(GDN_BACKENDS)}.")
-    row = BenchRow(policy, backend or DEFAULT_BACKEND)
+        raise ValueError(
+            f"Unknown GDN backend {backend!r} in {name!r}. Use one of {', '.join(GDN_BACKENDS)}; +{ONLINE} goes last."
+        )
+    row = BenchRow(policy, backend or DEFAULT_BACKEND, online)
     # the config refuses what it does not know
     row.config()
+    if online and policy not in READ_RHO:
+        raise ValueError(f"{name!r}: {policy!r} reads no rho. Use +{ONLINE} with {' or '.join(READ_RHO)}.")
     return row
 
 

@@ -1,7 +1,7 @@
 """Capture rounds -> AcceptanceTable: isotonic confidence per position, then a logistic model (Appendix A.2, E.3)."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,19 @@ def predict_unseen(prompts: Sequence[CaptureRounds]) -> Tensor:
     if len(prompts) < 2:
         raise ValueError("One prompt leaves no others to fit a table on. Add prompts.")
     predicted: dict[int, Tensor] = {}
-    for fold in range(min(FOLDS, len(prompts))):
-        others = merge_rounds([part for i, part in enumerate(prompts) if i % FOLDS != fold])
+    for fold, others in leave_out(prompts):
         table = fit_acceptance_table(others, "")
-        predicted |= {i: predict_acceptance(prompts[i], table) for i in range(fold, len(prompts), FOLDS)}
+        predicted |= {i: predict_acceptance(prompts[i], table) for i in fold}
     return torch.cat([predicted[i] for i in range(len(prompts))])
+
+
+def leave_out(prompts: Sequence[CaptureRounds]) -> Iterator[tuple[range, CaptureRounds]]:
+    """A fifth of at least two prompts at a time: their indices, and the rounds of all others."""
+    for first in range(min(FOLDS, len(prompts))):
+        yield (
+            range(first, len(prompts), FOLDS),
+            merge_rounds([part for i, part in enumerate(prompts) if i % FOLDS != first]),
+        )
 
 
 def each_round(function: Callable[..., Tensor], rounds: CaptureRounds, *tables: Tensor) -> Tensor:
@@ -117,6 +125,16 @@ def calibration_error(scores: Tensor, truth: Tensor, bins: int = 10) -> float:
     index = (scores * bins).long().clamp(0, bins - 1)
     gaps = [((scores - truth)[index == b]).sum().abs() for b in range(bins)]
     return float(torch.stack(gaps).sum() / len(scores))
+
+
+def error_by_position(scores: Tensor, labels: Tensor, reached: Tensor) -> list[float | None]:
+    """`calibration_error` of each of D positions; None where no round reached it.
+
+    Args:
+        scores: `[N, D]`, fp64. labels, reached: `[N, D]`, bool, what `reached_positions` returns.
+    """
+    columns = zip(scores.T, labels.double().T, reached.T, strict=True)
+    return [calibration_error(s[there], truth[there]) if there.any() else None for s, truth, there in columns]
 
 
 def reached_positions(rounds: CaptureRounds) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,21 @@ from ..drafters.dflash import DFlashDrafter
 from ..engine import get_engine
 from ..models import SplitTarget
 from ..validation import check_drafter
-from .acceptance import calibration_error, fit_acceptance_table, predict_acceptance, predict_unseen, reached_positions
+from .acceptance import (
+    calibration_error,
+    error_by_position,
+    fit_acceptance_table,
+    predict_acceptance,
+    predict_unseen,
+    reached_positions,
+)
 from .capture import CaptureRounds, capture_prompt, merge_rounds
 from .contexts import check_contexts, default_contexts, measure_contexts, typical_context
+from .cost_files import UNFINISHED_NAME, UnfinishedCosts, cost_facts
 from .experts import fit_expert_table, routing_correlation
 from .gains import interpolation_gain
 from .latency import device_name
+from .prompts import prompt_hash
 from .store import CAPTURE_NAME, CaptureStore, capture_header
 from .tables import fit_experts, rho_of
 
@@ -63,7 +72,8 @@ def calibrate(
 ) -> Calibration:
     """Calibrate the length policy for a pair and save it to a folder. Needs scikit-learn.
 
-    An interrupted call goes on where it stopped: the folder keeps the rounds of every prompt.
+    An interrupted call goes on where it stopped: the folder keeps the rounds of every prompt, and the latency curves
+    until the last one is measured.
 
     Args:
         model, drafter: the pair, in eval mode and on the device that the latency curve is for.
@@ -111,16 +121,18 @@ def calibrate(
     where = f"captured on {device_name(model.device)}, torch {torch.__version__}, {versions()}"
     source = f"{pair}, {len(rounds.accepted)} rounds of {len(prompts)} prompts ({names.prompts}), {where}"
     acceptance, experts = fit_tables(rounds, target, source)
+    facts = cost_facts(engine, drafter, "whole rounds") | {"prompt_tokens": header["prompt_tokens"]}
+    unfinished = UnfinishedCosts(output / UNFINISHED_NAME, facts)
     prefix = predict_acceptance(rounds, acceptance).cumprod(1)
     costs = tuple(
         replace(cost, source=f"{pair}, {cost.source}, {versions()}", throughput=rho_of(prefix, cost))
-        for cost in measure_contexts(model, drafter, prompts, contexts, say)
+        for cost in measure_contexts(model, drafter, prompts, contexts, say, unfinished)
     )
     identity = engine.identity(drafter)
     made_for = CalibratedFor(
         **names._asdict(), target_weights=identity.target, drafter_weights=identity.drafter,
         hardware=device_name(model.device), versions=f"torch {torch.__version__}, {versions()}",
-        date=datetime.date.today().isoformat(),
+        date=datetime.date.today().isoformat(), prompt_hashes=tuple(map(prompt_hash, prompts)),
     )  # fmt: skip
     config = HybridSpecConfig(acceptance=acceptance, experts=experts, cost=costs, calibrated_for=made_for)
     config.save_pretrained(output)
@@ -219,10 +231,8 @@ def describe_rounds(captured: Sequence[CaptureRounds], table: AcceptanceTable, t
     errors: dict[str, Any] = {"unseen": unseen}
     for name, scores in (("confidence", rounds.confidence.double()), ("table", fitted)):
         errors[name] = round(calibration_error(scores[reached], labels[reached].double()), 4)
-        columns = zip(scores.T, labels.double().T, reached.T, strict=True)
-        errors[f"{name}_by_position"] = [
-            round(calibration_error(s[there], truth[there]), 4) if there.any() else None for s, truth, there in columns
-        ]
+        positions = error_by_position(scores, labels, reached)
+        errors[f"{name}_by_position"] = [None if error is None else round(error, 4) for error in positions]
     correlation = round(routing_correlation(rounds), 4) if top_k else math.nan
     return {
         "prompts": len(captured),

@@ -14,13 +14,17 @@ from ..engine import get_engine
 from ..strategy import choose_target, note_gdn
 from ..validation import check_drafter
 from .capture import start_round
+from .cost_files import UnfinishedCosts
 from .latency import cost_table, some_lengths, text_windows
 from .tables import describe_runtime
 
 # on a GPU, contexts besides the prompts' own
 CONTEXTS = (1024, 8192, 32768)
-# of an answer at one length
+# of each answer at one length
 ROUND_TOKENS = 128
+# answers at one length behind different texts, as far as their prompts stay below so many tokens: which experts tokens
+# choose differs from one text to the next, and the model's own prefill of a long one takes seconds
+TEXTS, PROMPT_TOKENS = 4, 65536
 
 
 def measure_contexts(
@@ -29,48 +33,92 @@ def measure_contexts(
     prompts: Sequence[Tensor],
     contexts: Sequence[int],
     say: Callable[[str], object],
+    unfinished: UnfinishedCosts | None = None,
 ) -> list[CostTable]:
     """A latency curve behind each number of tokens, in ascending order; what does not fit in memory is left out.
 
+    Args:
+        unfinished: curves of an interrupted call, which are not measured again; it gets those that are measured now.
+
     Raises:
-        RuntimeError: if not even the first fits.
+        RuntimeError: if memory does not suffice even for the first.
     """
     costs: list[CostTable] = []
-    for context in tqdm(contexts, desc="latency", unit="context"):
+    for context in contexts:
+        known = unfinished and unfinished.costs.get(context)
+        if known:
+            say(f"The latency behind {context} tokens is already measured: skipped.")
+            costs.append(known)
+            continue
         try:
-            costs.append(measure_pair(model, drafter, text_of(prompts, context)))
+            costs.append(measure_pair(model, drafter, texts_of(prompts, context)))
         except RuntimeError as error:
-            if not costs:
+            if not costs or not is_out_of_memory(error):
                 raise
             say(f"No latency behind {context} tokens, nor behind more: {error}")
             break
+        if unfinished:
+            unfinished.add(costs[-1])
+    if unfinished:
+        unfinished.remove()
     return costs
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the GPU's memory is full: torch's own error, or the engine's for its static cache, caused by it."""
+    return any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+
+
 @torch.no_grad()
-def measure_pair(model: Any, drafter: DFlashDrafter, text: Tensor) -> CostTable:
-    """The latency curve behind `text` `[T]`: of whole rounds that decode at fixed lengths, in kernels and graphs where
-    they can; s and eta of the stages alone."""
+def measure_pair(model: Any, drafter: DFlashDrafter, texts: Sequence[Tensor]) -> CostTable:
+    """The latency curve behind a number of tokens: of whole rounds that decode at fixed lengths, in kernels and graphs
+    where they can; s and eta of the stages alone.
+
+    Args:
+        texts: `[T]` each, int64, of one length, decoded behind one after the other.
+    """
     check_drafter(drafter, model)
-    engine, text = get_engine(model, drafter), text.to(model.device)
-    block, report = int(drafter.config.block_size or 0), DecodeReport(policy="full")
-    rounds = [decode_at(model, drafter, text, w) for w in some_lengths(block)]
-    # their graphs serve no other request
-    engine.close()
+    engine, texts = get_engine(model, drafter), [text.to(model.device) for text in texts]
+    text, block, report = texts[0], int(drafter.config.block_size or 0), DecodeReport(policy="full")
+    try:
+        points = time_rounds(model, drafter, texts, some_lengths(block))
+    finally:
+        # their graphs serve no other request
+        engine.close()
     buffers = engine.borrow(drafter, len(text) + block)
     note_gdn(buffers.cache.gdn, report)
     try:
         r = start_round(model, engine, buffers, drafter, text[None], budget=block, eos=[])
         r, kind = choose_target(engine, buffers, drafter, r, HybridSpecConfig().graphs, report)
         graphs = kind != "off"
-        seconds = [each.decode_seconds / each.rounds for each in rounds]
-        # the output budget shortens the last rounds
-        lengths = [each.mean_verify_length for each in rounds]
-        how = f"whole rounds, {ROUND_TOKENS} tokens decoded at each length"
+        how = f"whole rounds, {ROUND_TOKENS} tokens decoded behind each of {len(texts)} texts at each length"
         (last,) = text_windows(text, block, 1)
-        return cost_table(r, seconds, lengths, last, graphs, describe_runtime(report, graphs), how)
+        return cost_table(r, points, last, graphs, describe_runtime(report, graphs), how)
     finally:
         engine.give_back(buffers)
+
+
+def time_rounds(
+    model: Any, drafter: DFlashDrafter, texts: Sequence[Tensor], lengths: Sequence[int]
+) -> list[tuple[float, float]]:
+    """(mean tokens verified, mean seconds) of a round at each of `lengths`, over the rounds behind all `texts`.
+
+    The output budget shortens the last rounds of an answer, so the means are not the lengths themselves. Every length
+    captures graphs of its own, which takes longer than decoding with them: hence a few lengths, several texts.
+    """
+    points = []
+    with tqdm(total=len(lengths) * len(texts), desc=f"latency behind {len(texts[0])} tokens", unit="request") as bar:
+        for w in lengths:
+            bar.set_postfix_str(f"w = {w}")
+            answers = []
+            for text in texts:
+                answers.append(decode_at(model, drafter, text, w))
+                bar.update()
+            rounds = sum(answer.rounds for answer in answers)
+            verified = sum(answer.verified_tokens for answer in answers)
+            seconds = sum(answer.decode_seconds for answer in answers)
+            points.append((verified / rounds, seconds / rounds))
+    return points
 
 
 def decode_at(model: Any, drafter: DFlashDrafter, text: Tensor, w: int) -> DecodeReport:
@@ -121,7 +169,8 @@ def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
     return sorted(ids.shape[1] for ids in prompts)[len(prompts) // 2] + max_new_tokens // 2
 
 
-def text_of(prompts: Sequence[Tensor], length: int) -> Tensor:
-    """`[length]` tokens of the prompts, repeated where they are too short."""
-    text = torch.cat([ids[0].cpu() for ids in prompts])
-    return text.repeat(-(-length // len(text)))[:length]
+def texts_of(prompts: Sequence[Tensor], length: int) -> list[Tensor]:
+    """At most `TEXTS` texts of `length` tokens `[length]`: the prompts in a circle, from starts evenly apart."""
+    circle = torch.cat([ids[0].cpu() for ids in prompts])
+    count = max(1, min(TEXTS, PROMPT_TOKENS // length, len(circle)))
+    return [circle[(len(circle) * i // count + torch.arange(length)) % len(circle)] for i in range(count)]

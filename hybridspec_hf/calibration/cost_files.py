@@ -1,4 +1,5 @@
-"""Measured latency curves in the user's cache folder, so that a machine measures a pair once.
+"""Measured latency curves on disk: in the user's cache folder, so that a machine measures a pair once; and those of
+a calibration that is not finished, so that it can be resumed.
 
 A curve belongs to everything that decides a round's time: GPU, versions, sizes and dtype of the pair, and what runs
 the rounds. Weights count too, a few elements of each: the time of an MoE layer is that of the distinct experts that w
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import warnings
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ from ..engine import Engine, sizes
 from .latency import device_name
 
 CACHE_VARIABLE = "HYBRIDSPEC_CACHE"
+UNFINISHED_NAME = "latency.jsonl"
 FORMAT = 1
+# what a text that is no curve makes `parse_cost` raise
+DAMAGED = (KeyError, TypeError, AttributeError, ValueError, RecursionError)
 
 
 def cache_folder() -> Path | None:
@@ -90,18 +95,27 @@ def read_cost(facts: dict[str, Any]) -> CostTable | None:
     if text is None:
         return None
     try:
-        kept = json.loads(text)
-        if kept["facts"] != facts:
-            raise ValueError("it belongs to something else")
-        cost = CostTable.from_dict(kept["cost"])
-        if cost.block != facts["block"]:
-            raise ValueError(f"it is for a block of {cost.block} tokens")
-        return cost
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        return parse_cost(text, facts)
+    except DAMAGED as error:
         warnings.warn(
             f"HybridSpec: the latency curve in {path} is damaged ({error!r}): it is measured again.", stacklevel=2
         )
         return None
+
+
+def parse_cost(text: bytes, facts: dict[str, Any]) -> CostTable:
+    """A curve that was kept with its facts.
+
+    Raises:
+        one of DAMAGED: if it is none, or belongs to something else.
+    """
+    kept = json.loads(text)
+    if kept["facts"] != facts:
+        raise ValueError("it belongs to something else")
+    cost = CostTable.from_dict(kept["cost"])
+    if cost.block != facts["block"]:
+        raise ValueError(f"it is for a block of {cost.block} tokens")
+    return cost
 
 
 def write_cost(facts: dict[str, Any], cost: CostTable) -> str | None:
@@ -116,6 +130,38 @@ def write_cost(facts: dict[str, Any], cost: CostTable) -> str | None:
     except OSError as error:
         return f"it cannot be kept ({error}); set {CACHE_VARIABLE} to a folder that can be written, or to off"
     return None
+
+
+class UnfinishedCosts:
+    """The curves that a calibration has measured so far, one a line.
+
+    Attributes:
+        path: the file. costs: by context; a line that is damaged, or belongs to something else, is not among them.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        """Read the file, if there is one; only `add` writes.
+
+        Args:
+            facts: what the curves belong to, as JSON types.
+        """
+        self.path, self._facts = path, facts
+        self.costs: dict[int, CostTable] = {}
+        for line in path.read_bytes().splitlines() if path.is_file() else []:
+            with suppress(*DAMAGED):
+                cost = parse_cost(line, facts)
+                self.costs[cost.context] = cost
+
+    def add(self, cost: CostTable) -> None:
+        """Keep one curve more."""
+        self.costs[cost.context] = cost
+        lines = (json.dumps({"facts": self._facts, "cost": each.to_dict()}) for each in self.costs.values())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, "".join(line + "\n" for line in lines).encode())
+
+    def remove(self) -> None:
+        """Delete the file: all is measured, and the next calibration measures anew."""
+        self.path.unlink(missing_ok=True)
 
 
 def triton_version() -> str | None:

@@ -17,6 +17,7 @@ from hybridspec_generation.tables import CostTable
 
 from ..graphs.timing import graph_seconds, mean_times
 
+# a quadratic has three unknowns
 LENGTHS = (2, 4, 8, 12, 16)
 REPEATS = 5
 # pieces of text to time the target on: how many experts a few tokens choose differs from one to the next
@@ -53,20 +54,20 @@ def measure_cost(r: Round, tokens: torch.Tensor, *, graphs: bool = False, runtim
     whole = timer([partial(run_target, r, text, w) for w in lengths], inputs=inputs)
     (draft,) = timer([partial(drafter.propose, text[:1], r.cache.length, r.state.draft)])
     how = f"stages one by one, mean over texts: {len(windows)}, shortest of {REPEATS} each"
-    return cost_table(r, [draft + seconds for seconds in whole], lengths, text, graphs, runtime, how)
+    points = [(float(w), draft + seconds) for w, seconds in zip(lengths, whole, strict=True)]
+    return cost_table(r, points, text, graphs, runtime, how)
 
 
 def cost_table(
-    r: Round, seconds: Sequence[float], lengths: Sequence[float], text: torch.Tensor, graphs: bool, runtime: str,
-    how: str,
-) -> CostTable:  # fmt: skip
-    """The table of a round's seconds at some (mean) verification lengths; s and eta are measured here.
+    r: Round, points: Sequence[tuple[float, float]], text: torch.Tensor, graphs: bool, runtime: str, how: str
+) -> CostTable:
+    """The table of a round's (mean) verification lengths and seconds; s and eta are measured here.
 
     Args:
         r, graphs, runtime: see `measure_cost`. text: `[W]`, int64, for Stage 0. how: how the seconds were measured.
     """
     block, timer, device = r.state.block, pick_timer(graphs, text.device), device_name(text.device)
-    curve = np.polyval(np.polyfit(lengths, seconds, min(2, len(lengths) - 1)), np.arange(block + 1))
+    curve = np.polyval(fit_quadratic(points), np.arange(block + 1))
     # noise must not make a longer input look cheaper
     curve = np.maximum.accumulate(np.maximum(curve[2:], MIN_COST))
     fixed, some = float(curve[0]), some_lengths(block)
@@ -79,9 +80,17 @@ def cost_table(
         device=device,
         runtime=runtime,
         context=int(r.cache.length),
+        measured=tuple(points),
         source=f"measured on {device}, torch {torch.__version__}, {'graphs' if graphs else 'eager'}, context "
         f"{int(r.cache.length)}, {how}",
     )
+
+
+def fit_quadratic(points: Sequence[Sequence[float]]) -> np.ndarray:
+    """Least-squares coefficients of the second value of each pair in its first, highest power first; of fewer than
+    three pairs, of a lower degree."""
+    first, second = zip(*points, strict=True)
+    return np.polyfit(first, second, min(2, len(points) - 1))
 
 
 def some_lengths(block: int) -> list[int]:

@@ -1,5 +1,6 @@
 """A JSONL file of prompts or conversations -> token ids, every mistake with its line number."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,12 @@ class Prompts(NamedTuple):
 
     input_ids: list[Tensor]
     left_out: int
+
+
+def prompt_hash(input_ids: Tensor) -> int:
+    """48 bits that tell the token ids `[1, T]` of one prompt from another's."""
+    text = json.dumps(input_ids.flatten().tolist())
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def load_prompts(path: Path, tokenizer: Any) -> Prompts:

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,10 @@ from hybridspec_hf import DFlashDrafter, HybridSpecConfig
 from hybridspec_hf.bench.analysis import Analysis, analyse, checked_tables, to_dict
 from hybridspec_hf.bench.captured import Capture, load_capture
 from hybridspec_hf.bench.machine import describe, provenance
-from hybridspec_hf.bench.pair_prompts import SHIPPED, SPLITS, load_bench_prompts
+from hybridspec_hf.bench.pair_prompts import SHIPPED, SPLITS, calibrated_prompts, load_bench_prompts
 from hybridspec_hf.bench.pair_report import PairReport, summarise
 from hybridspec_hf.bench.pair_run import run_rows
-from hybridspec_hf.bench.pair_tables import analysis_lines, bench_lines
+from hybridspec_hf.bench.pair_tables import analysis_lines, bench_lines, calibrated_warning
 from hybridspec_hf.bench.plots import analysis_plots, bench_plots, can_plot
 from hybridspec_hf.bench.rows import STATIC_LENGTHS, SYSTEMS, ablation_names, check_block, parse_row, parse_rows
 from hybridspec_hf.calibration.calibrate import model_eos
@@ -60,7 +61,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=row_name,
         metavar="ROW",
         help="ar, hybridspec, nominal, dcut, evict, dspark, full or static:N, each also with +recurrent or +replay: "
-        f"another GDN backend; AR always runs (default, the paper's Table 1: {' '.join(SYSTEMS)})",
+        "another GDN backend, and hybridspec and nominal with +online: rho estimated anew in each request; AR always "
+        f"runs (default, the paper's Table 1: {' '.join(SYSTEMS)})",
     )
     parser.add_argument(
         "--ablations", action="store_true", help="the rows of the paper's Table 3, alone or besides --policies"
@@ -71,7 +73,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=int,
         default=STATIC_LENGTHS,
         metavar="N",
-        help="fixed lengths of --ablations, of which the fastest is shown (default: 4 6 8)",
+        help="fixed lengths of --ablations, of which the fastest is shown "
+        f"(default: {' '.join(map(str, STATIC_LENGTHS))})",
     )
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="of a prompt (default: 1024)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="passes over the prompts (default: 3)")
@@ -111,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if args.target:
         report, setup = measure(args)
         exact = report.identical or setup["dtype"] != "float32"
-        written += write(args.output, "bench", list(bench_lines(report)), setup | report.to_dict())
+        warning = calibrated_warning(len(setup["calibrated_prompts"] or ()), len(setup["prompts"]))
+        written += write(args.output, "bench", list(bench_lines(report, warning)), setup | report.to_dict())
     if captured is not None:
         capture, config = captured
         analysis = analyse(capture.rounds, config, context=capture.context)
@@ -167,6 +171,9 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
     check_block(rows, tables, DFlashConfig.from_raw(read_raw_config(args.drafter, {})).block_size)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target)
     prompts = load_bench_prompts(args.prompts, tokenizer, split=args.split, limit=args.limit)
+    calibrated = calibrated_prompts(prompts, tables)
+    if calibrated:
+        warnings.warn(calibrated_warning(len(calibrated), len(prompts)), stacklevel=2)
     device = pick_device(args.device)
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype, device_map=device)
     drafter = DFlashDrafter.from_pretrained(args.drafter, dtype=args.dtype, device_map=device)
@@ -184,6 +191,7 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": [{"name": prompt.name, "category": prompt.category, "tokens": prompt.input_ids.shape[1]}
                     for prompt in prompts],
+        "calibrated_prompts": calibrated,
         "split": args.split,
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -204,7 +205,26 @@ def test_the_plot_names_the_cost_table(prompts, config, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
     result = analyse(prompts[:2], replace(config, cost=replace(COST, source="made $up_ by")), refit=False)
     plots.plot_cost(result, tmp_path / "cost.png", None)
-    assert drawn[0].axes[0].get_title() == result.cost_line()
+    axes = drawn[0].axes[0]
+    assert axes.get_title() == result.cost_line()
+    # nothing was measured: no fit, which would only find itself again
+    assert [line.get_label() for line in axes.lines] == ["cost table, which keeps no measured points"]
+    assert axes.lines[0].get_ydata() == pytest.approx([1000, 1200, 1350, 1450])
+
+
+def test_the_plot_fits_what_was_measured(prompts, config, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    # two at one length: no curve goes through both
+    measured = ((2.0, 1.1), (3.0, 1.0), (4.0, 1.3), (4.0, 1.5), (4.9, 1.6))
+    result = analyse(prompts[:2], replace(config, cost=replace(COST, measured=measured)), refit=False)
+    plots.plot_cost(result, tmp_path / "cost.png", None)
+    points, curve = drawn[0].axes[0].lines
+    assert points.get_label() == "measured" and curve.get_label().startswith("quadratic: ")
+    assert points.get_xydata() == pytest.approx(np.array(measured) * [1, 1e3])
+    fit = np.polyfit(*zip(*measured, strict=True), 2)
+    assert curve.get_ydata() == pytest.approx(1e3 * np.polyval(fit, [2, 3, 4, 5]))
 
 
 def shorter(part: CaptureRounds) -> CaptureRounds:

@@ -360,7 +360,8 @@ def load_script():
 def test_the_whole_benchmark_runs(monkeypatch, capsys, tmp_path):
     path = tmp_path / "out.json"
     arguments = ["--shape", "tiny", "--device", "cpu", "--context", "48", "--new-tokens", "32", "--lengths", "3", "16",
-                 "--categories", "coding", "roleplay", "--json", str(path)]  # fmt: skip
+                 "--categories", "coding", "roleplay", "--policies", "hybridspec+online",
+                 "--json", str(path)]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["bench_decode.py", *arguments])
     grad = torch.is_grad_enabled()
     try:
@@ -375,7 +376,7 @@ def test_the_whole_benchmark_runs(monkeypatch, capsys, tmp_path):
     before, _, _ = out.partition("ms a token")
     assert "All numbers: scripted acceptance, random weights." in before and len(before) < len(out)
     policies = {row["policy"] for row in report["rows"]}
-    assert policies == {"ar", "full", "static:3", "static:16", "hybridspec"}
+    assert policies == {"ar", "full", "static:3", "static:16", "hybridspec", "hybridspec+online"}
     assert {row["category"] for row in report["rows"]} == {"all", "coding", "roleplay"}
     assert len(report["stock"]) == 3 and report["routing"]["distinct"]["16"] > 4
     assert all(row["vs_ar"] > 0 for row in report["rows"])

@@ -32,7 +32,29 @@ def test_ar_runs_first_and_every_row_once():
     assert [row.name for row in parse_rows(["full", "ar+recurrent"])] == ["ar+recurrent", "full"]
 
 
-@pytest.mark.parametrize("name", ["fast", "static:1", "full+", "full+fast", "ar+", "hybridspec+replay+block", ""])
+def test_an_online_rho_is_the_last_part():
+    row = parse_row("nominal+replay+online")
+    assert row == BenchRow("nominal", "replay", online=True) and row.name == "nominal+replay+online"
+    assert parse_row("hybridspec+block+online").name == "hybridspec+online"
+    tables = HybridSpecConfig(online_throughput=True)
+    assert parse_row("hybridspec+online").config(HybridSpecConfig()).online_throughput
+    assert not parse_row("hybridspec").config(tables).online_throughput
+    for name in ("dcut+online", "full+online", "static:4+replay+online", "ar+online"):
+        with pytest.raises(ValueError, match=r"reads no rho. Use \+online with hybridspec or nominal"):
+            parse_row(name)
+
+
+def test_ar_is_launched_as_the_tables_say():
+    tables = HybridSpecConfig(policy="dcut", graphs="off", rounds_per_launch=4, throughput=1.0)
+    config = parse_row("ar").config(tables)
+    assert config == HybridSpecConfig(policy="full", graphs="off", rounds_per_launch=4)
+    assert parse_row("ar+replay").config() == HybridSpecConfig(policy="full", gdn_backend="replay")
+
+
+@pytest.mark.parametrize("name", [
+    "fast", "static:1", "full+", "full+fast", "ar+", "hybridspec+replay+block", "", "online", "+online",
+    "hybridspec+online+replay", "hybridspec++online",
+])  # fmt: skip
 def test_unknown_rows_are_refused(name):
     with pytest.raises(ValueError, match=r"Unknown (policy|GDN backend)"):
         parse_row(name)

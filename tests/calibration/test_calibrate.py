@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_models import tiny_drafter, tiny_target
@@ -20,22 +21,31 @@ from transformers import AutoTokenizer
 
 import hybridspec_hf
 from hybridspec_generation import DecodeReport, cost_at
+from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.tables import SelectionTables
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.calibration import contexts
-from hybridspec_hf.calibration.acceptance import fit_acceptance_table, predict_unseen
+from hybridspec_hf.calibration.acceptance import fit_acceptance_table, leave_out, predict_unseen
 from hybridspec_hf.calibration.calibrate import describe_rounds, fit_tables
-from hybridspec_hf.calibration.capture import capture_rounds, merge_rounds
-from hybridspec_hf.calibration.contexts import ROUND_TOKENS, decode_at, measure_contexts, measure_pair, text_of
-from hybridspec_hf.calibration.prompts import load_prompts
+from hybridspec_hf.calibration.capture import CaptureRounds, capture_rounds, merge_rounds
+from hybridspec_hf.calibration.contexts import TEXTS, decode_at, measure_contexts, measure_pair, texts_of
+from hybridspec_hf.calibration.prompts import load_prompts, prompt_hash
 from hybridspec_hf.calibration.store import CaptureStore
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands.demo import read_prompts
 from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair, run_plain
-from hybridspec_hf.engine import Engine, get_engine
+from hybridspec_hf.engine import get_engine
 from hybridspec_hf.identity import identify, positions
 
 PROMPTS, NEW_TOKENS = 8, 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers():
+    """Enough rounds for a curve of no use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts, "ROUND_TOKENS", 20)
+        yield
 
 
 class Outcome(NamedTuple):
@@ -127,6 +137,12 @@ def test_command_reports_and_saves(calibrated):
     made_for = config.calibrated_for
     assert (made_for.target, made_for.drafter, made_for.hardware) == ("tiny_pair/target", "tiny_pair/drafter", "cpu")
     assert "torch" in made_for.versions and made_for.date.startswith("20") and made_for.prompts == "some.jsonl"
+    assert len(set(made_for.prompt_hashes)) == PROMPTS
+    # what the curve goes through, and all of its requests in the bar
+    lengths = [w for w, _ in cost.measured]
+    assert len(set(lengths)) == 5 and lengths == sorted(lengths) and all(seconds > 0 for _, seconds in cost.measured)
+    assert "20/20" in outcome.stderr and f"latency behind {cost.context} tokens" in outcome.stderr
+    assert f"{TEXTS} texts" in cost.source and not (folder / "latency.jsonl").exists()
     # a published folder is small: the numbers are not in the JSON
     assert (folder / "hybridspec_config.json").stat().st_size < 4000
 
@@ -267,36 +283,108 @@ def test_contexts_out_of_range_are_refused(prompt_file, tmp_path, context, messa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_context_that_does_not_fit_is_left_out(pair, monkeypatch):
-    def refuse(self, drafter, tokens, *more, **options):
-        if tokens > 300:
-            raise RuntimeError("no memory")
-        return borrow(self, drafter, tokens, *more, **options)
+def round_seconds(w):
+    """A curve that could be a GPU's."""
+    return (5 + 0.3 * w - 0.004 * w * w) / 1e3
 
-    borrow, said = Engine.borrow, []
-    monkeypatch.setattr(Engine, "borrow", refuse)
+
+def fake_answer(model, drafter, text, w):
+    """An answer at one length, which takes no time here: more rounds, and slower ones, the larger its first token."""
+    rounds = 10 * int(text[0])
+    # a short round at the end, as the output budget leaves it
+    lengths = [*[w] * (rounds - 1), 2]
+    seconds = int(text[0]) * sum(map(round_seconds, lengths))
+    return DecodeReport(policy="", emitted=[1] * rounds, verify_lengths=lengths, decode_seconds=seconds)
+
+
+@pytest.mark.parametrize("where", ["cache", "forward"])
+def test_a_context_that_does_not_fit_is_left_out(pair, monkeypatch, where):
+    def full(size):
+        if size > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    allocate, said = TargetCache.__init__, []
+    if where == "cache":
+        monkeypatch.setattr(contexts, "decode_at", fake_answer)
+        monkeypatch.setattr(TargetCache, "__init__", lambda self, *args, capacity, **options: full(capacity - 256) or (
+            allocate(self, *args, capacity=capacity, **options)))  # fmt: skip
+    else:
+        monkeypatch.setattr(contexts, "decode_at", lambda *args: full(len(args[2])) or fake_answer(*args))
     prompts = [torch.randint(1, 90, (1, 20))]
-    costs = measure_contexts(pair.model, pair.drafter, prompts, [30, 400, 500], said.append)
-    assert [cost.context for cost in costs] == [30] and len(said) == 1 and "400 tokens" in said[0]
-    with pytest.raises(RuntimeError, match="no memory"):
-        measure_contexts(pair.model, pair.drafter, prompts, [400], said.append)
+    costs = measure_contexts(pair.model, pair.drafter, prompts, [30, 700, 900], said.append)
+    assert [cost.context for cost in costs] == [30] and len(said) == 1 and "700 tokens" in said[0]
+    assert ("static cache" if where == "cache" else "out of memory") in said[0]
+    with pytest.raises(RuntimeError, match="static cache" if where == "cache" else "out of memory"):
+        measure_contexts(pair.model, pair.drafter, prompts, [700], said.append)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device-side assert"), ValueError("a bug"), KeyError("another")])
+def test_what_is_no_lack_of_memory_is_raised(pair, monkeypatch, error):
+    def fail(model, drafter, text, w):
+        if len(text) > 30:
+            raise error
+        return fake_answer(model, drafter, text, w)
+
+    monkeypatch.setattr(contexts, "decode_at", fail)
+    with pytest.raises(type(error)) as caught:
+        measure_contexts(pair.model, pair.drafter, [torch.randint(1, 90, (1, 20))], [30, 40], print)
+    assert caught.value is error
 
 
 def test_the_curve_is_that_of_whole_rounds(pair, monkeypatch):
-    def report(model, drafter, text, w):
-        # a short round at the end, as the output budget leaves it
-        lengths = [*[w] * 9, 2]
-        seconds = 10 * round_seconds(sum(lengths) / 10)
-        return DecodeReport(policy="", emitted=[1] * 10, verify_lengths=lengths, decode_seconds=seconds)
-
-    def round_seconds(w):
-        return (5 + 0.3 * w - 0.004 * w * w) / 1e3
-
-    monkeypatch.setattr(contexts, "decode_at", report)
-    cost = measure_pair(pair.model, pair.drafter, torch.arange(1, 40))
-    for w in (2, 3, 7, 16):
-        assert cost.fixed_cost + cost.target_cost[w] == pytest.approx(round_seconds(w))
+    monkeypatch.setattr(contexts, "decode_at", fake_answer)
+    cost = measure_pair(pair.model, pair.drafter, [torch.arange(1, 40)])
+    for w, seconds in cost.measured:
+        assert cost.fixed_cost + np.interp(w, range(17), cost.target_cost) == pytest.approx(seconds, rel=1e-3)
+        # the mean over 9 rounds of a length and one of 2
+        length = (10 * w - 2) / 9
+        assert length == pytest.approx(round(length)) and seconds == pytest.approx(
+            (9 * round_seconds(length) + round_seconds(2)) / 10
+        )
     assert cost.context == 39 and "whole rounds" in cost.source and cost.expert_cost >= 0
+
+
+def test_answers_count_by_their_rounds(pair, monkeypatch):
+    monkeypatch.setattr(contexts, "decode_at", fake_answer)
+    one, many = (torch.full((30,), first) for first in (1, 3))
+    once = measure_pair(pair.model, pair.drafter, [one])
+    both = measure_pair(pair.model, pair.drafter, [one, many])
+    # 10 rounds of 1 beside 30 of 3, at the longest length less the round of 2
+    assert both.measured[0] == pytest.approx((2.0, 2.5 * once.measured[0][1]))
+    assert both.measured[-1][0] == pytest.approx((38 * 16 + 2 * 2) / 40) and "2 texts" in both.source
+
+
+def test_an_interrupted_measurement_is_resumed(prompt_file, calibrated, tmp_path, monkeypatch):
+    shutil.copy(calibrated[0] / "capture.jsonl", tmp_path)
+    asked = []
+
+    def stop(model, drafter, text, w):
+        asked.append((len(text), w))
+        if asked[-1] == (90, 8):
+            raise KeyboardInterrupt
+        return fake_answer(model, drafter, text, w)
+
+    monkeypatch.setattr(contexts, "decode_at", stop)
+    assert hybridspec_calibrate(prompt_file, tmp_path, "--context", 60, 90).status == 130
+    lines = (tmp_path / "latency.jsonl").read_text().splitlines()
+    assert len(lines) == 1 and not (tmp_path / "hybridspec_config.json").exists()
+    first = json.loads(lines[0])["cost"]
+    monkeypatch.setattr(
+        contexts, "decode_at", lambda *args: asked.append((len(args[2]), args[3])) or fake_answer(*args)
+    )
+    # of another machine, half a line, no JSON object: measured
+    facts = json.loads(lines[0])["facts"]
+    other = json.dumps({"facts": {**facts, "device": "NVIDIA Some GPU"}, "cost": {**first, "context": 90}})
+    (tmp_path / "latency.jsonl").write_text("\n".join([lines[0], other, "[]", lines[0][:90]]))
+    del asked[:]
+    outcome = hybridspec_calibrate(prompt_file, tmp_path, "--context", 60, 90)
+    assert outcome.status == 0, outcome.stderr
+    assert "behind 60 tokens is already measured" in outcome.stdout and {length for length, _ in asked} == {90}
+    kept, measured = HybridSpecConfig.from_pretrained(tmp_path).costs
+    assert list(kept.target_cost) == first["target_cost"] and kept.throughput > 0 == first["throughput"]
+    assert (kept.context, measured.context) == (60, 90) and not (tmp_path / "latency.jsonl").exists()
+    # all is there: the next call measures anew
+    assert hybridspec_calibrate(prompt_file, tmp_path, "--context", 60).status == 0 and asked[-1] == (60, 16)
 
 
 def test_rounds_are_measured_on_answers_of_one_length_that_no_eos_ends(pair, monkeypatch):
@@ -304,7 +392,7 @@ def test_rounds_are_measured_on_answers_of_one_length_that_no_eos_ends(pair, mon
     plain = pair.model.generate(text[None], do_sample=False, max_new_tokens=9)[0, 20:]
     monkeypatch.setattr(pair.model.generation_config, "eos_token_id", int(plain[3]))
     report = decode_at(pair.model, pair.drafter, text, 4)
-    assert (report.policy, report.new_tokens) == ("static:4", ROUND_TOKENS)
+    assert (report.policy, report.new_tokens) == ("static:4", contexts.ROUND_TOKENS)
     # the budget shortens the last three at most
     assert set(report.verify_lengths[:-3]) == {4} and report.decode_seconds > 0
 
@@ -530,6 +618,31 @@ def test_rounds_that_are_all_alike_are_refused(calibrated, accepted, message):
         fit_acceptance_table(alike._replace(accepted=torch.full_like(alike.accepted, accepted)), "alike")
 
 
-def test_text_to_measure_on_has_the_asked_length():
-    prompts = [torch.tensor([[1, 2, 3]]), torch.tensor([[4]])]
-    assert text_of(prompts, 9).tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1] and text_of(prompts, 2).tolist() == [1, 2]
+def test_texts_to_measure_on_begin_at_different_prompts():
+    prompts = [torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[6, 7, 8]])]
+    texts = [text.tolist() for text in texts_of(prompts, 9)]
+    assert texts == [[1, 2, 3, 4, 5, 6, 7, 8, 1], [3, 4, 5, 6, 7, 8, 1, 2, 3],
+                     [5, 6, 7, 8, 1, 2, 3, 4, 5], [7, 8, 1, 2, 3, 4, 5, 6, 7]]  # fmt: skip
+    assert [text.tolist() for text in texts_of([torch.tensor([[1, 2]])], 3)] == [[1, 2, 1], [2, 1, 2]]
+    # a long context is prefilled less often, and once at least
+    assert [len(texts_of(prompts, n)) for n in (1, 16384, 32768, 65536, 200_000)] == [4, 4, 2, 1, 1]
+
+
+def test_a_prompt_has_a_hash_of_its_token_ids():
+    ids = torch.tensor([[1, 2, 3]])
+    assert prompt_hash(ids) == prompt_hash(ids.int()) == 179680479821700
+    assert len({prompt_hash(torch.tensor([each])) for each in ([1, 2, 3], [1, 2], [12, 3], [3, 2, 1], [123])}) == 5
+
+
+def test_every_prompt_is_left_out_once():
+    prompts = [capture_of(i) for i in range(7)]
+    folds = list(leave_out(prompts))
+    assert [list(fold) for fold, _ in folds] == [[0, 5], [1, 6], [2], [3], [4]]
+    for fold, others in folds:
+        assert others.accepted.tolist() == [i for i in range(7) if i not in fold]
+
+
+def capture_of(accepted):
+    """One round."""
+    draft, counts = torch.zeros(1, 15), torch.zeros(1, 16, dtype=torch.int64)
+    return CaptureRounds(draft, draft, torch.tensor([accepted]), counts, counts)

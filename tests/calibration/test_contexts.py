@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hybridspec_generation import CostTable, HybridSpecConfig, cost_at
-from hybridspec_hf.bench.decode_online import example_cost, online_gain
+from hybridspec_hf.bench.decode_online import online_gain
+from hybridspec_hf.bench.example_cost import example_cost
 from hybridspec_hf.calibration.gains import config_gain, interpolation_gain, modelled_rate, request_rates
 from hybridspec_hf.calibration.tables import default_tables, rho_of
 
@@ -18,7 +19,7 @@ from hybridspec_hf.calibration.tables import default_tables, rho_of
 def cost_of(context, scale=1.0, **changes):
     values = {"target_cost": (0.0, 0.0, *(scale * i for i in range(15))), "fixed_cost": 3 * scale,
               "stage0_token_cost": 0.1 * scale, "expert_cost": 0.01 * scale, "context": context, "device": "cpu",
-              "throughput": 2 / scale, **changes}  # fmt: skip
+              "throughput": 2 / scale, "measured": ((2.0, 3 * scale),), **changes}  # fmt: skip
     return CostTable(**values)
 
 
@@ -34,7 +35,7 @@ def test_costs_are_linear_between_contexts_and_constant_beyond(context, scale, r
     assert got.target_cost == pytest.approx(want.target_cost) and got.throughput == pytest.approx(rho)
     for name in ("fixed_cost", "stage0_token_cost", "expert_cost"):
         assert getattr(got, name) == pytest.approx(getattr(want, name))
-    assert got.context == min(max(context, 100), 1000)
+    assert got.context == min(max(context, 100), 1000) and got.measured == ()
 
 
 def test_a_single_curve_is_for_every_context():

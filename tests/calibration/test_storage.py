@@ -18,12 +18,12 @@ from hybridspec_hf.calibration.tables import default_tables
 JSON, TABLES = "hybridspec_config.json", "hybridspec_tables.safetensors"
 ACCEPTANCE, EXPERTS = default_tables()
 COST = CostTable(target_cost=tuple(0.1 * i for i in range(17)), fixed_cost=1 / 3, stage0_token_cost=0.1,
-                 expert_cost=0.01, context=64)  # fmt: skip
+                 expert_cost=0.01, context=64, measured=((2.0, 1 / 3), (15.9, 1.0)))  # fmt: skip
 CONFIG = HybridSpecConfig(
     policy="nominal", acceptance=ACCEPTANCE, experts=EXPERTS, cost=(COST, replace(COST, context=128)),
     throughput=1 / 7, online_throughput=True,
     calibrated_for=CalibratedFor(target="a/b", drafter="c", prompts="d", target_weights="e", drafter_weights="f",
-                                 hardware="g", versions="h", date="2026-01-02"),
+                                 hardware="g", versions="h", date="2026-01-02", prompt_hashes=(2**48 - 1, 5)),
 )  # fmt: skip
 
 
@@ -46,8 +46,24 @@ def test_folder_holds_a_readable_json_and_the_numbers_beside_it(folder):
     values = json.loads(text)
     assert values["format"] == 1 and values["calibrated_for"]["target"] == "a/b" and len(text.splitlines()) < 80
     tables = load_file(folder / TABLES)
-    assert sorted(tables) == values["tables"] and len(tables) == 8
+    assert sorted(tables) == values["tables"] and len(tables) == 11
     assert tables["cost.1.target_cost"].tolist() == list(COST.target_cost)
+    assert tables["cost.0.measured"].tolist() == [list(point) for point in COST.measured]
+    assert tables["calibrated_for.prompt_hashes"].tolist() == [2**48 - 1, 5]
+
+
+def test_a_folder_from_before_points_and_prompts_were_kept_still_loads(folder):
+    tables = load_file(folder / TABLES)
+    old = {
+        name: table for name, table in tables.items() if name.rpartition(".")[2] not in ("measured", "prompt_hashes")
+    }
+    save_file(old, folder / TABLES, metadata={"format": "pt"})
+    change(folder, tables=sorted(old), tables_hash=None)
+    assert len(old) == 8 and HybridSpecConfig.from_pretrained(folder) == replace(
+        CONFIG,
+        cost=tuple(replace(cost, measured=()) for cost in CONFIG.costs),
+        calibrated_for=replace(CONFIG.calibrated_for, prompt_hashes=()),
+    )
 
 
 def test_config_without_tables_is_one_file(folder):
@@ -59,11 +75,11 @@ def test_config_without_tables_is_one_file(folder):
 def test_file_of_the_first_version_still_loads(tmp_path):
     old = replace(CONFIG, cost=COST, calibrated_for=None)
     values = {key: value for key, value in old.to_dict().items() if key != "online_throughput"}
-    for name in ("context", "throughput", "runtime"):
+    for name in ("context", "throughput", "runtime", "measured"):
         values["cost"].pop(name)
     (tmp_path / JSON).write_text(json.dumps(values))
     assert HybridSpecConfig.from_pretrained(tmp_path) == replace(
-        old, cost=replace(COST, context=0), online_throughput=False
+        old, cost=replace(COST, context=0, measured=()), online_throughput=False
     )
 
 

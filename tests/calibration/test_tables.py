@@ -21,7 +21,7 @@ from hybridspec_hf.identity import PairIdentity
 D, W = 15, 16
 NAN = float("nan")
 TEXTS = ("source", "device", "runtime")
-OPTIONAL = ("reference_rounds", "context", "throughput")
+OPTIONAL = ("reference_rounds", "context", "throughput", "measured")
 
 
 def synthetic_rounds(count, seed=0):
@@ -140,7 +140,8 @@ PAIR = SimpleNamespace(top_k=3, num_moe_layers=4)
 
 def tables_for(block, top_k=3, layers=4):
     acceptance, experts = default_tables()
-    cost = CostTable(target_cost=(1.0,) * (block + 1), fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0)
+    cost = CostTable(target_cost=(1.0,) * (block + 1), fixed_cost=1.0, stage0_token_cost=0.0, expert_cost=0.0,
+                     measured=((2.0, 1.0),))  # fmt: skip
     return {
         "acceptance": fit_acceptance(acceptance, block),
         "experts": fit_experts(experts, block, top_k, layers),
@@ -246,6 +247,8 @@ def test_every_number_of_a_table_must_be_there_and_finite(kind):
     ("cost", {"context": 1.5}, "context must be a whole number"),
     ("cost", {"throughput": -1.0}, "throughput must be .* >= 0"),
     ("cost", {"target_cost": (0.0, -1.0) + (1.0,) * D}, ">= 0"),
+    *(("cost", {"measured": ((2.0, 1.0), row)}, "measured needs pairs")
+      for row in ((), (2.0,), (2.0, 1.0, 1.0), (0.0, 1.0), (W + 0.1, 1.0), (2.0, -1.0))),
     ("acceptance", {"confidence_knots": ((1.0, 0.0),) * D, "acceptance_knots": ((0.0, 1.0),) * D}, "ascend"),
     ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((0.0, 50.0),) * D}, "in \\[0, 1\\]"),
     ("acceptance", {"confidence_knots": ((0.0, 1.0),) * D, "acceptance_knots": ((-0.1, 1.0),) * D}, "in \\[0, 1\\]"),
@@ -262,6 +265,12 @@ def test_tables_refuse_numbers_without_meaning(kind, changes, message):
         replace(tables_for(W)[kind], **changes)
 
 
+@pytest.mark.parametrize("hashes", [(-1,), (2**48,), (1, 2.5), (NAN,), ("a",), 3, ((1,),)])
+def test_hashes_of_prompts_are_whole_numbers(hashes):
+    with pytest.raises(ValueError, match="prompt_hashes must"):
+        replace(MADE_FOR, prompt_hashes=hashes)
+
+
 def nested(depth):
     """A list in a list in a list, ..."""
     value: object = 1.0
@@ -273,7 +282,7 @@ def nested(depth):
 @pytest.mark.parametrize("kind, name, depth", [
     ("acceptance", "confidence_knots", 2), ("acceptance", "acceptance_knots", 2), ("acceptance", "weights", 1),
     ("acceptance", "reference_rounds", 2), ("cost", "target_cost", 1), ("cost", "fixed_cost", 0),
-    ("cost", "throughput", 0), ("cost", "context", 0), ("experts", "mean_new_pairs", 1),
+    ("cost", "throughput", 0), ("cost", "context", 0), ("cost", "measured", 2), ("experts", "mean_new_pairs", 1),
     ("experts", "mean_new_pairs_given", 2), ("experts", "num_moe_layers", 0),
 ])  # fmt: skip
 def test_tables_of_another_depth_are_refused(kind, name, depth):
