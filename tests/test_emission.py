@@ -115,7 +115,7 @@ def test_a_config_without_drafter_is_noted(pair):
     options = {"input_ids": IDS, "return_dict_in_generate": True, **MODE}
     assert pair[0].generate(**options).report.notes == []
     out = pair[0].generate(hybridspec_config=HybridSpecConfig(policy="full"), **options)
-    assert out.report.policy == "ar" and "no effect" in out.report.notes[0]
+    assert out.report.policy == "ar" and "only gdn_backend" in out.report.notes[0]
 
 
 def test_max_time_stops_early(pair):

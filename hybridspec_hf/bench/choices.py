@@ -10,7 +10,7 @@ from hybridspec_generation.policies import FixedLength, LengthPolicy
 from hybridspec_generation.tables import SelectionTables
 
 from ..calibration.capture import CaptureRounds
-from ..strategy import ADAPTIVE
+from ..lengths import ADAPTIVE
 
 
 class Lengths(NamedTuple):

@@ -8,7 +8,7 @@ from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.gdn import GDN_BACKENDS
 
 from ..calibration.tables import check_blocks
-from ..strategy import READ_RHO
+from ..lengths import READ_RHO
 
 AUTOREGRESSIVE = "ar"
 DEFAULT_BACKEND = "block"

@@ -11,7 +11,7 @@ from hybridspec_generation import CostTable, DecodeReport, HybridSpecConfig
 
 from ..drafters.dflash import DFlashDrafter
 from ..engine import get_engine
-from ..strategy import choose_target, note_gdn
+from ..planning import choose_target, note_gdn
 from ..validation import check_drafter
 from .capture import start_round
 from .cost_files import UnfinishedCosts

@@ -15,7 +15,7 @@ from hybridspec_generation.config import ADAPTIVE_POLICIES
 from hybridspec_generation.policies import DCutPolicy, DSparkPolicy, EvictPolicy
 from hybridspec_generation.tables import CostTable, SelectionTables
 from hybridspec_hf.calibration.tables import default_tables, fit_acceptance, fit_experts
-from hybridspec_hf.strategy import ADAPTIVE
+from hybridspec_hf.lengths import ADAPTIVE
 
 NAMES = ("dcut", "evict", "dspark")
 CPU = torch.device("cpu")

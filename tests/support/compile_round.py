@@ -28,9 +28,9 @@ from hybridspec_hf.calibration.tables import default_tables, fit_experts
 from hybridspec_hf.drafters.block import DraftContext
 from hybridspec_hf.drafters.dflash import DFlashDrafter
 from hybridspec_hf.drafters.kernel_drafter import KernelDrafter
+from hybridspec_hf.lengths import ADAPTIVE
 from hybridspec_hf.models import base, split_target
 from hybridspec_hf.models.kernel_target import KernelTarget
-from hybridspec_hf.strategy import ADAPTIVE
 from hybridspec_kernels import compile_only, triton_support
 
 LAYERS, CAPACITY, LENGTHS = 8, 4096, (2, 5, 16)
