@@ -445,6 +445,21 @@ def test_long_prompts_go_through_the_model_in_chunks(family, monkeypatch):
         assert sizes[:2] == [16, 5]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(device, dtype):
+    """Which numbers a buffer holds is not the user's default."""
+    model = tiny_target().to(device)
+    drafter, ids = tiny_drafter(model).to(device), IDS.to(device)
+    text = plain(model, input_ids=ids)
+    torch.set_default_dtype(dtype)
+    try:
+        for policy in ("ar", "full", "hybridspec"):
+            assert torch.equal(ours(model, drafter, policy, input_ids=ids), text), policy
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("layers", [[0, 2, 3], [3, 0, 2], [2, 2, 3]])
 def test_the_features_of_a_chunk_go_before_the_next_one_comes(layers, monkeypatch):
     """A long prompt's features at once would be as large as its cache."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridspec_generation import HybridSpecConfig
 from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.policies import FixedLength
+from hybridspec_generation.policies.base import Uncorrected
 from hybridspec_generation.round import Round
 from hybridspec_generation.state import RoundState
 from hybridspec_kernels import limit_length_ref
@@ -87,10 +88,8 @@ def compare_split(pair: RandomPair, prompt: Tensor, script: Script, rounds: int)
     return Split(len(split.readouts), same, *(each.round_ms for each in (split, unsplit, switched, single)))
 
 
-class EveryLength:
+class EveryLength(Uncorrected):
     """Verify 2, 3, ..., W tokens in turn."""
-
-    corrects = False
 
     def __init__(self, device: torch.device) -> None:
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
@@ -100,10 +99,6 @@ class EveryLength:
         state.nominal_length.copy_(2 + self.turn % (state.block - 1))
         state.stage0_length.copy_(limit_length_ref(state.nominal_length, state.remaining, state.block))
         self.turn += 1
-
-    def correct(self, state: RoundState) -> None:
-        """Verify what Stage 0 ran on."""
-        state.verify_length.copy_(state.stage0_length)
 
 
 class Timed(NamedTuple):

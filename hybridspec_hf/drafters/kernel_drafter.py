@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hybridspec_generation.state import Draft
 from hybridspec_kernels import (
-    MAX_PARTS,
     MAX_TOKENS,
     AttentionScratch,
     HeadScratch,
@@ -19,11 +18,11 @@ from hybridspec_kernels import (
     has_kernels,
     head_draft,
     linear,
-    linear_parts,
     swiglu_linear,
 )
 
 from ..models.kernel_support import MOST_COLUMNS, MOST_HEAD_CHANNELS, computes_plainly
+from ..models.part_sums import PartSums
 from .block import BlockDrafter, DraftContext
 from .dflash import DFlashDrafter
 
@@ -45,12 +44,11 @@ class KernelDrafter(BlockDrafter):
         kv_heads, capacity, head_dim = self.keys.shape[2:]
         query_heads: int = config.num_attention_heads
 
-        def buffer(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        def buffer(*size: int) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.residual, self.hidden = buffer(W, config.hidden_size), buffer(W, config.hidden_size)
-        # sums in parts, of whatever narrow layer ran last
-        self.parts = buffer(MAX_PARTS * W * config.hidden_size, dtype=torch.float32)
+        self.sums = PartSums(W, config.hidden_size, device)
         self.inner = buffer(W, config.intermediate_size)
         self.projected = buffer(W, (query_heads + 2 * kv_heads) * head_dim)
         layers, columns = config.num_hidden_layers, 2 * kv_heads * head_dim
@@ -81,7 +79,7 @@ class KernelDrafter(BlockDrafter):
             super().append(features, start)
             return
         drafter, context = self.drafter, self.hidden[:w]
-        self.norm(drafter.hidden_norm, None, self.summed(features, drafter.fc.weight), context)
+        self.norm(drafter.hidden_norm, None, self.sums.linear(features, drafter.fc.weight), context)
         projected = self.context_projected[:w]
         linear(context, (self.context_weight,), projected, overlap=True)
         attention_store(
@@ -105,7 +103,7 @@ class KernelDrafter(BlockDrafter):
             )
             mlp = layer.mlp
             swiglu_linear(hidden, mlp.gate_proj.weight, mlp.up_proj.weight, self.inner, overlap=True)
-            delta = self.summed(self.inner, mlp.down_proj.weight)
+            delta = self.sums.linear(self.inner, mlp.down_proj.weight)
         self.norm(self.drafter.norm, residual, delta, hidden)
         head_draft(hidden[1:], self.lm_head.weight, *draft, self.head_scratch, overlap=True)
 
@@ -120,14 +118,7 @@ class KernelDrafter(BlockDrafter):
             eps=attention.k_norm.eps, scale=attention.head_dim**-0.5, causal=rule.causal, window=rule.window,
             window_from_block=rule.window_from_block, overlap=True,
         )  # fmt: skip
-        return self.summed(self.mixed, attention.o_proj.weight)
-
-    def summed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """A narrow layer's output as parts `[P, w, N]`, which the next norm adds up."""
-        parts = linear_parts(len(weight), x.shape[1])
-        out = self.parts[: parts * len(x) * len(weight)].view(parts, len(x), len(weight))
-        linear(x, (weight,), out, overlap=True)
-        return out
+        return self.sums.linear(self.mixed, attention.o_proj.weight)
 
     def norm(self, module: Any, residual: Tensor | None, delta: Tensor | None, out: Tensor) -> None:
         """residual += delta; out = the norm of residual."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from hybridspec_generation.cache import TargetCache
 from hybridspec_generation.state import RouterBoundary
 from hybridspec_kernels import (
-    MAX_PARTS,
     MAX_TOKENS,
     AttentionScratch,
     ExpertSlots,
@@ -27,7 +26,6 @@ from hybridspec_kernels import (
     gated_linear,
     head_argmax,
     linear,
-    linear_parts,
     moe_combine_norm,
     moe_experts,
     moe_route,
@@ -35,6 +33,7 @@ from hybridspec_kernels import (
 )
 
 from .base import SplitTarget
+from .part_sums import PartSums
 
 # how many rotary rows are computed at once
 ROTARY_CHUNK = 32768
@@ -89,9 +88,8 @@ class KernelTarget:
             self.expert_outputs = buffer(len(self.slots.expert), MAX_TOKENS, split.hidden_size)
         dense = [len(layer.mlp.gate_proj.weight) for layer in split.layers if hasattr(layer.mlp, "gate_proj")]
         self.dense = buffer(W, max(dense, default=0))
-        # sums in parts, of whatever narrow layer ran last
         fronts = [sum(map(len, front_weights(x.mlp))) for x in split.layers if hasattr(x.mlp, "experts")]
-        self.parts = torch.zeros(MAX_PARTS * W * max(split.hidden_size, *fronts, 0), device=device)
+        self.sums = PartSums(W, max(split.hidden_size, *fronts, 0), device)
 
     def _experts(self) -> list[ExpertWeights]:
         return [expert_weights(layer.mlp) for layer in self.split.layers if hasattr(layer.mlp, "experts")]
@@ -182,7 +180,7 @@ class KernelTarget:
         mixed_qkv, z, a, b = gdn.project(index, hidden, projection, params, overlap=True)
         out = gdn.verify_convolved(index, mixed_qkv, a, b, params, overlap=True)
         norm, weight = module.norm, module.out_proj.weight
-        parts = self.sum_parts(w, *weight.shape)
+        parts = self.sums.room(w, *weight.shape)
         gated_linear(out, z, norm.weight, weight, parts, eps=norm.variance_epsilon, overlap=True)
         return parts
 
@@ -196,18 +194,7 @@ class KernelTarget:
             cache.keys[index], cache.values[index], mixed, self.attention_scratch, gated=True, zero_centered=True,
             eps=module.q_norm.eps, scale=module.scaling, overlap=True,
         )  # fmt: skip
-        return self.summed(mixed, module.o_proj.weight)
-
-    def summed(self, x: Tensor, *weights: Tensor) -> Tensor:
-        """A narrow layer's output as parts `[P, w, N]`, which the next kernel adds up."""
-        out = self.sum_parts(len(x), sum(map(len, weights)), x.shape[1])
-        linear(x, weights, out, overlap=True)
-        return out
-
-    def sum_parts(self, w: int, outputs: int, inputs: int) -> Tensor:
-        """Where a narrow layer's sum goes: `[P, w, N]`."""
-        parts = linear_parts(outputs, inputs)
-        return self.parts[: parts * w * outputs].view(parts, w, outputs)
+        return self.sums.linear(mixed, module.o_proj.weight)
 
     def resume_mlp(self, w: int, boundary: RouterBoundary) -> Delta:
         """Layer 0's MLP output for the first w boundary rows, without running its router."""
@@ -228,12 +215,12 @@ class KernelTarget:
         """A layer's MLP or MoE block on `[w, H]`."""
         w = len(hidden)
         if hasattr(module, "experts"):
-            front = self.summed(hidden, *front_weights(module))
+            front = self.sums.linear(hidden, *front_weights(module))
             self.route(front, None, self.slots)
             return self.run_experts(module, hidden, front)
         inner = self.dense[:w]
         swiglu_linear(hidden, module.gate_proj.weight, module.up_proj.weight, inner, overlap=True)
-        return self.summed(inner, module.down_proj.weight)
+        return self.sums.linear(inner, module.down_proj.weight)
 
     def run_experts(self, module: Any, hidden: Tensor, front: Tensor) -> Delta:
         """Routed and shared experts of the listed slots; the norm behind them adds up each token's."""

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import torch
+
 from ..state import RoundState
 
 
@@ -23,3 +25,13 @@ class LengthPolicy(Protocol):
     def correct(self, state: RoundState) -> None:
         """Write `verify_length`, at most `stage0_length`, after Stage 0 has filled the router boundary."""
         ...
+
+
+class Uncorrected:
+    """A policy that decides nothing at the router boundary."""
+
+    corrects = False
+
+    def correct(self, state: RoundState) -> None:
+        """Verify w0, within what Stage 0 ran on."""
+        torch.minimum(state.nominal_length, state.stage0_length, out=state.verify_length)

@@ -15,10 +15,11 @@ from hybridspec_kernels import (
 
 from ..state import RoundState
 from ..tables import SelectionTables
+from .base import Uncorrected
 from .online import observe_round
 
 
-class NominalPolicy:
+class NominalPolicy(Uncorrected):
     """The draft-side selector alone: w = w0.
 
     Args:
@@ -29,7 +30,6 @@ class NominalPolicy:
     """
 
     extra_tokens = 0
-    corrects = False
 
     def __init__(self, tables: SelectionTables, online: bool = False) -> None:
         self.tables, self.online = tables, online
@@ -51,10 +51,6 @@ class NominalPolicy:
         state.nominal_length.copy_(select_length_ref(state.prefix_prob, t.target_cost, t.throughput))
         wanted = state.nominal_length + self.extra_tokens
         state.stage0_length.copy_(limit_length_ref(wanted, state.remaining, state.block))
-
-    def correct(self, state: RoundState) -> None:
-        """Keep w0, within the budget."""
-        torch.minimum(state.nominal_length, state.stage0_length, out=state.verify_length)
 
 
 class HybridSpecPolicy(NominalPolicy):

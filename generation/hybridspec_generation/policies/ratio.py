@@ -8,9 +8,10 @@ from hybridspec_kernels import select_ratio, select_ratio_ref
 
 from ..state import RoundState
 from ..tables import SelectionTables
+from .base import Uncorrected
 
 
-class RatioPolicy:
+class RatioPolicy(Uncorrected):
     """Picks by (anchor + sum of prefix probabilities) / (time of the whole round), drafting included.
 
     Args:
@@ -23,7 +24,6 @@ class RatioPolicy:
         rising: take the length before the first that does not raise the ratio, instead of the best.
     """
 
-    corrects = False
     anchor_tokens = 1
     calibrated = False
     rising = False
@@ -42,7 +42,3 @@ class RatioPolicy:
             state.nominal_length, state.stage0_length, anchor_tokens=self.anchor_tokens, rising=self.rising,
             calibration=(t.confidence_knots, t.acceptance_knots) if self.calibrated else None,
         )  # fmt: skip
-
-    def correct(self, state: RoundState) -> None:
-        """Verify what Stage 0 ran on."""
-        torch.minimum(state.nominal_length, state.stage0_length, out=state.verify_length)

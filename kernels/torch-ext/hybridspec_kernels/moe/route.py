@@ -48,7 +48,7 @@ class ExpertSlots(NamedTuple):
         slots = tokens * top_k + 1
         return cls(
             torch.zeros(slots, dtype=torch.int32, device=device),
-            torch.zeros(slots, MAX_TOKENS, device=device),
+            torch.zeros(slots, MAX_TOKENS, dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(tokens, top_k, dtype=torch.int32, device=device),
             torch.zeros(slots, dtype=torch.int32, device=device),
