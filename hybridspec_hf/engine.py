@@ -1,10 +1,10 @@
-"""What a model keeps between calls: its split view, measured cost tables, and the static buffers of one request."""
+"""What a model keeps between calls: its split view, measured cost tables, and the buffers of its last request."""
 
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,73 +15,14 @@ from hybridspec_generation.round import Round
 from hybridspec_generation.state import MAX_EOS, RoundState
 from hybridspec_generation.tables import CostTable
 
+from .buffers import Buffers, bucket, fits
 from .drafters import kernel_drafter
 from .drafters.block import BlockDrafter, DraftContext
 from .drafters.dflash import DFlashDrafter
 from .drafters.kernel_drafter import KernelDrafter
-from .graphs.rounds import GraphedRounds
 from .identity import PairIdentity, identify
 from .models import SplitTarget, kernel_support, split_target
 from .models.kernel_target import KernelTarget
-
-CAPACITY_STEP = 256
-# on a GPU, where graphs are captured with the buffers: the smallest, and what serves any shorter request
-LEAST_CAPACITY, KEPT_CAPACITY = 2048, 4096
-
-
-class NotCaptured(NamedTuple):
-    """Why a capture failed, and for which drafter: alive, so that no other can have its identity."""
-
-    reason: str
-    drafter: Drafter | None
-
-
-@dataclass
-class Buffers:
-    """Static buffers of one request, and what was built on their addresses for the requests to come.
-
-    Attributes:
-        cache, context, state: the target's cache, the drafter's context if there is one, the round's buffers.
-        target, drafter: who works on them in kernels; None until asked for, or where kernels cannot run.
-        rounds: captured graphs, by what they hold besides the buffers; or why a capture failed.
-        policies: adaptive policies, whose tables the graphs read.
-        broken: why a kernel failed, where one did: the rounds on these buffers run the modules then.
-        weights: addresses of the weights that all of these read.
-    """
-
-    cache: TargetCache
-    context: DraftContext | None
-    state: RoundState
-    target: KernelTarget | None = None
-    drafter: BlockDrafter | None = None
-    rounds: dict[Any, GraphedRounds | NotCaptured] = field(default_factory=dict)
-    policies: dict[str, Any] = field(default_factory=dict)
-    broken: str | None = None
-    weights: tuple[int, ...] = ()
-
-    def reset(self) -> None:
-        """Empty cache and context: nothing of the last request stays, finite or not."""
-        # a round may still run behind the last request's end
-        for rounds in self.graphs():
-            torch.cuda.current_stream(rounds.stream.device).wait_stream(rounds.stream)
-        self.cache.reset()
-        for buffer in self.context or ():
-            buffer.zero_()
-
-    def graphs(self) -> list[GraphedRounds]:
-        """What was captured."""
-        return [rounds for rounds in self.rounds.values() if isinstance(rounds, GraphedRounds)]
-
-    def drop_graphs(self) -> None:
-        """Free what was captured."""
-        for rounds in self.graphs():
-            rounds.close()
-        self.rounds.clear()
-
-    def forget(self) -> None:
-        """Drop what was built on weights that are no longer where they were."""
-        self.drop_graphs()
-        self.target = self.drafter = None
 
 
 # compared and hashed by identity
@@ -215,25 +156,6 @@ class Engine:
             idle, self._idle = self._idle, None
         if idle is not None:
             idle.forget()
-
-
-def bucket(tokens: int, device: torch.device) -> int:
-    """Capacity for so many tokens, in steps of an eighth of its size: a growing conversation seldom grows it."""
-    if device.type == "cuda":
-        tokens = max(tokens, LEAST_CAPACITY)
-    step = max(CAPACITY_STEP, 1 << max(tokens.bit_length() - 4, 0))
-    return -(-tokens // step) * step
-
-
-def fits(buffers: Buffers, capacity: int, block: int, gdn_backend: str, eos: int) -> bool:
-    """Whether the last request's buffers serve one that needs this much, without holding far more."""
-    cache = buffers.cache
-    return (
-        capacity <= cache.capacity <= max(2 * capacity, KEPT_CAPACITY)
-        and cache.block == block
-        and cache.gdn.name == gdn_backend
-        and eos <= len(buffers.state.eos)
-    )
 
 
 def sizes(target: SplitTarget) -> tuple[Any, ...]:

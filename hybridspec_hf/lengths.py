@@ -17,9 +17,10 @@ from hybridspec_generation.policies import (
 )
 from hybridspec_generation.round import Round
 
+from .buffers import Buffers
 from .calibration.tables import TableSet, choose_tables, selection_tables
 from .drafters.dflash import DFlashDrafter
-from .engine import Buffers, Engine
+from .engine import Engine
 
 ADAPTIVE: dict[str, Any] = {
     "hybridspec": HybridSpecPolicy,

@@ -17,11 +17,12 @@ from hybridspec_generation.policies import FixedLength
 from hybridspec_generation.round import Round
 from hybridspec_kernels import MAX_TOKENS
 
+from .buffers import Buffers, NotCaptured
 from .calibration.tables import TableSet
 from .drafters import kernel_drafter
 from .drafters.dflash import DFlashDrafter
 from .drafters.kernel_drafter import KernelDrafter
-from .engine import Buffers, Engine, NotCaptured
+from .engine import Engine
 from .graphs.capture import CaptureError
 from .graphs.conditional import supported
 from .graphs.rounds import GraphedRounds

@@ -14,9 +14,10 @@ from hybridspec_generation import DecodeReport
 from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.round import Round
 
+from .buffers import Buffers
 from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
-from .engine import Buffers, Engine, get_engine
+from .engine import Engine, get_engine
 from .lengths import plan_lengths
 from .planning import note_gdn, plan_rounds
 from .prefill import prefill, prompt_length

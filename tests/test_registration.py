@@ -200,6 +200,6 @@ def test_a_used_drafter_can_be_copied_pickled_and_saved(tmp_path):
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 2049, 5000, 100_000])
 def test_capacities_grow_in_steps_of_their_size(tokens):
     for device, least in (("cpu", 256), ("cuda", 2048)):
-        capacity = hybridspec_hf.engine.bucket(tokens, torch.device(device))
+        capacity = hybridspec_hf.buffers.bucket(tokens, torch.device(device))
         assert max(tokens, least) <= capacity <= max(tokens + 256, least, 1.15 * tokens)
-        assert hybridspec_hf.engine.bucket(capacity, torch.device(device)) == capacity
+        assert hybridspec_hf.buffers.bucket(capacity, torch.device(device)) == capacity

@@ -10,8 +10,9 @@ from torch import Tensor
 from hybridspec_generation.protocols import Drafter
 from hybridspec_generation.state import Draft
 
+from ..buffers import Buffers
 from ..drafters.dflash import DFlashDrafter
-from ..engine import Buffers, Engine, get_engine
+from ..engine import Engine, get_engine
 from .decode_traces import Trace
 
 

@@ -13,8 +13,9 @@ from hybridspec_generation.policies import FixedLength, LengthPolicy
 from hybridspec_generation.round import Round
 from hybridspec_kernels import new_experts_ref
 
+from ..buffers import Buffers
 from ..drafters.dflash import DFlashDrafter
-from ..engine import Buffers, Engine, get_engine
+from ..engine import Engine, get_engine
 from ..prefill import prefill
 from ..validation import check_drafter
 
