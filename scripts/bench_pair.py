@@ -30,8 +30,7 @@ def main() -> None:
     from hybridspec_hf.bench.machine import describe, provenance
     from hybridspec_hf.bench.pair_prompts import load_bench_prompts
     from hybridspec_hf.calibration.calibrate import require_sklearn
-    from hybridspec_hf.commands.demo import quiet_transformers
-    from hybridspec_hf.commands.pair import TINY_PAIR, load_pair
+    from hybridspec_hf.pair import TINY_PAIR, load_pair, quiet_transformers
 
     torch.set_num_threads(1)
     try:

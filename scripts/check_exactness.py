@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from hybridspec_hf.commands.demo import read_prompts
-from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair
 from hybridspec_hf.evals.exactness import check_exactness, provenance, worst_margin
+from hybridspec_hf.pair import TINY_PAIR, encode, load_pair, read_prompts
 
 ALL = ["ar", "full", "nominal", "hybridspec", "dcut", "evict", "dspark", *(f"static:{n}" for n in range(2, 17))]
 

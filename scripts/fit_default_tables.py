@@ -22,8 +22,8 @@ from hybridspec_hf.calibration.calibrate import fit_tables
 from hybridspec_hf.calibration.capture import merge_rounds
 from hybridspec_hf.calibration.experts import routing_correlation
 from hybridspec_hf.calibration.tables import DEFAULTS
-from hybridspec_hf.commands.pair import TINY_PAIR, load_pair
 from hybridspec_hf.engine import get_engine
+from hybridspec_hf.pair import TINY_PAIR, load_pair
 
 ASSETS = Path(hybridspec_hf.__file__).parent / "assets"
 

@@ -14,6 +14,7 @@ import hybridspec_hf
 from hybridspec_hf import HybridSpecConfig
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import demo
+from hybridspec_hf.pair import read_prompts
 
 PROMPTS = [{"category": "math", "prompt": "What is 2 + 3?"}, {"category": "writing", "prompt": "Write about rain."}]
 ROW_KEYS = {
@@ -74,7 +75,7 @@ def test_demo_streams_every_policy_and_ends_with_one_json_line(
 def test_prompts_of_all_categories_take_turns(tmp_path: Path) -> None:
     rows = [{"category": category, "prompt": f"{category}{i}"} for category in "aab" for i in range(2)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = demo.read_prompts(tmp_path / "prompts.jsonl", 3)
+    chosen = read_prompts(tmp_path / "prompts.jsonl", 3)
     assert [row["prompt"] for row in chosen] == ["a0", "b0", "a1"]
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from hybridspec_hf.commands.demo import read_prompts
-from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair
 from hybridspec_hf.evals.exactness import check_exactness, worst_margin
+from hybridspec_hf.pair import TINY_PAIR, encode, load_pair, read_prompts
 
 ROTATING = ["full", "nominal", "dcut", "evict", "dspark", *(f"static:{n}" for n in range(2, 17))]
 PROMPTS, NEW_TOKENS, SHARDS = 200, 64, 10

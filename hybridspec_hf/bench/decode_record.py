@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from ..calibration.acceptance import fit_acceptance_table
 from ..calibration.capture import CaptureRounds, capture_rounds
-from ..commands.demo import read_prompts
-from ..commands.pair import TINY_PAIR, encode, load_pair
+from ..pair import TINY_PAIR, encode, load_pair, read_prompts
 from .decode_traces import ACCEPTANCE, CONFIDENCE_UNIT, ENTROPY_UNIT, FOLDER, PAPER_AL, RECORDED, ROUNDS
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

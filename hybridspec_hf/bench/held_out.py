@@ -19,8 +19,8 @@ from ..calibration.calibrate import Names, capture_missing, fit_tables, model_eo
 from ..calibration.capture import CaptureRounds, merge_rounds
 from ..calibration.store import CAPTURE_NAME, CaptureStore, capture_header
 from ..calibration.tables import rho_of
-from ..commands.pair import Pair
 from ..engine import get_engine
+from ..pair import Pair
 from .analysis import (
     ORACLE,
     Analysis,

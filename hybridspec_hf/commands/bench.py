@@ -24,7 +24,7 @@ from hybridspec_hf.bench.plots import analysis_plots, bench_plots, can_plot
 from hybridspec_hf.bench.rows import STATIC_LENGTHS, SYSTEMS, ablation_names, check_block, parse_row, parse_rows
 from hybridspec_hf.calibration.calibrate import model_eos
 from hybridspec_hf.calibration.store import CAPTURE_NAME
-from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
+from hybridspec_hf.commands.options import DTYPES, pick_device, positive
 from hybridspec_hf.drafters.config import DFlashConfig
 from hybridspec_hf.drafters.loading import check_folder, read_raw_config
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybridspec_hf import DFlashDrafter
 from hybridspec_hf.calibration.calibrate import Calibration, Names, calibrate, model_eos, require_sklearn
 from hybridspec_hf.calibration.prompts import load_prompts
-from hybridspec_hf.commands.pair import DTYPES, pick_device, positive
+from hybridspec_hf.commands.options import DTYPES, pick_device, positive
 from hybridspec_hf.drafters.loading import check_folder
 
 

@@ -5,29 +5,27 @@ import contextlib
 import json
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers.utils import logging
 
 from hybridspec_generation import DecodeReport
-from hybridspec_hf.commands.pair import (
+from hybridspec_hf.commands.options import pick_device, policy_name, positive
+from hybridspec_hf.evals.exactness import provenance
+from hybridspec_hf.pair import (
     AUTOREGRESSIVE,
     TINY_PAIR,
     Pair,
     encode,
     load_pair,
-    pick_device,
-    policy_name,
-    positive,
+    quiet_transformers,
+    read_prompts,
     run_plain,
     run_policy,
 )
-from hybridspec_hf.evals.exactness import provenance
 
 LABELS = {AUTOREGRESSIVE: "AR", "full": "DFlash", "hybridspec": "HybridSpec"}
 LEGEND = """AL: tokens emitted per round. mean w: tokens verified per round. saved: share of the full
@@ -98,33 +96,6 @@ def check_pair(folder: Path) -> None:
             f"--pair {folder} has no {', '.join(missing)}. Leave it out for the pair that ships, or use "
             "`hybridspec generate` for a target and a drafter."
         )
-
-
-def read_prompts(path: Path, count: int) -> list[dict[str, str]]:
-    """`count` prompts of a file with one JSON object (`category`, `prompt`) a line, the categories taking turns."""
-    if count < 1:
-        raise ValueError(f"--prompts must be at least 1, got {count}.")
-    seen: Counter[str] = Counter()
-    turns: list[tuple[int, dict[str, str]]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        turns.append((seen[row["category"]], row))
-        seen[row["category"]] += 1
-    return [row for _, row in sorted(turns, key=lambda turn: turn[0])][:count]
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep weight-loading bars and advice on faster kernels out of the demo."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -6,16 +6,8 @@ import json
 import torch
 
 from hybridspec_hf import HybridSpecConfig
-from hybridspec_hf.commands.pair import (
-    AUTOREGRESSIVE,
-    DTYPES,
-    encode,
-    load_pair,
-    pick_device,
-    policy_name,
-    positive,
-    run_policy,
-)
+from hybridspec_hf.commands.options import DTYPES, pick_device, policy_name, positive
+from hybridspec_hf.pair import AUTOREGRESSIVE, encode, load_pair, run_policy
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -17,7 +17,7 @@ from hybridspec_hf.calibration.acceptance import predict_acceptance
 from hybridspec_hf.calibration.calibrate import model_eos
 from hybridspec_hf.calibration.capture import CaptureRounds, capture_prompt
 from hybridspec_hf.calibration.tables import default_tables
-from hybridspec_hf.commands.pair import TINY_PAIR, load_pair
+from hybridspec_hf.pair import TINY_PAIR, load_pair
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_pair.py"
 # Five of each category are judged, by tables of all calibration prompts: to halve the error, tables take thousands of

@@ -11,7 +11,7 @@ from hybridspec_hf import CostTable, HybridSpecConfig
 from hybridspec_hf.bench.pair_prompts import SHIPPED, load_bench_prompts
 from hybridspec_hf.bench.pair_tables import factor
 from hybridspec_hf.bench.rows import SYSTEMS, BenchRow, ablation_names, parse_row, parse_rows
-from hybridspec_hf.commands.pair import TINY_PAIR
+from hybridspec_hf.pair import TINY_PAIR
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,9 @@ from hybridspec_hf.calibration.contexts import TEXTS, decode_at, measure_context
 from hybridspec_hf.calibration.prompts import load_prompts, prompt_hash
 from hybridspec_hf.calibration.store import CaptureStore
 from hybridspec_hf.cli import main
-from hybridspec_hf.commands.demo import read_prompts
-from hybridspec_hf.commands.pair import TINY_PAIR, encode, load_pair, run_plain
 from hybridspec_hf.engine import get_engine
 from hybridspec_hf.identity import identify, positions
+from hybridspec_hf.pair import TINY_PAIR, encode, load_pair, read_prompts, run_plain
 
 PROMPTS, NEW_TOKENS = 8, 48
 

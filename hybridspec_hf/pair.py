@@ -1,22 +1,26 @@
 """Names of a target and a drafter, a prompt, a policy → loaded models, model inputs, one decoded request."""
 
-import argparse
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging
 
-from hybridspec_hf import DFlashDrafter, HybridSpecConfig
-from hybridspec_hf.drafters.loading import check_folder
+from hybridspec_generation import HybridSpecConfig
 
-TINY_PAIR = Path(__file__).resolve().parent.parent / "assets" / "tiny_pair"
+from .drafters.dflash import DFlashDrafter
+from .drafters.loading import check_folder
+
+TINY_PAIR = Path(__file__).resolve().parent / "assets" / "tiny_pair"
 
 # the same call without a drafter
 AUTOREGRESSIVE = "ar"
-DTYPES = ["auto", "float32", "bfloat16"]
 
 
 class Pair(NamedTuple):
@@ -97,31 +101,28 @@ def run_policy(
     )
 
 
-def policy_name(text: str) -> str:
-    """A policy given on the command line, checked by argparse before any model is loaded."""
-    if text != AUTOREGRESSIVE:
-        try:
-            HybridSpecConfig(policy=text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def read_prompts(path: Path, count: int) -> list[dict[str, str]]:
+    """`count` prompts of a file with one JSON object (`category`, `prompt`) a line, the categories taking turns."""
+    if count < 1:
+        raise ValueError(f"--prompts must be at least 1, got {count}.")
+    seen: Counter[str] = Counter()
+    turns: list[tuple[int, dict[str, str]]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        turns.append((seen[row["category"]], row))
+        seen[row["category"]] += 1
+    return [row for _, row in sorted(turns, key=lambda turn: turn[0])][:count]
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 given on the command line, checked by argparse before any model is loaded."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def pick_device(name: str) -> str:
-    """`auto` is the first GPU if there is one.
-
-    Raises:
-        ValueError: for a GPU that torch cannot use.
-    """
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: this torch sees no GPU. Use --device cpu, or install torch with CUDA.")
-    if name != "auto":
-        return name
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep weight-loading bars and advice on faster kernels away."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
