@@ -2,9 +2,10 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,18 +38,12 @@ def prefill(
     Returns:
         The first token, `[1]`, int64: the anchor of the first round.
     """
-    generation_config = in_chunks(generation_config, prompt_length(input_ids, model_kwargs), model_kwargs)
-    start = torch.zeros_like(cache.length)
-
-    def append(features: Sequence[Tensor]) -> None:
-        if drafter is not None:
-            drafter.append(torch.cat(list(features), dim=-1), start)
-            start.add_(len(features[0]))
-
-    with observe(target, append) as seen:
+    expected = prompt_length(input_ids, model_kwargs)
+    generation_config = in_chunks(generation_config, expected, model_kwargs)
+    with observe(target, drafter, expected) as seen:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
     length = int(outputs.cache.get_seq_length())
-    check_prefill(length, prompt_length(input_ids, model_kwargs), target, seen)
+    check_prefill(length, expected, drafter, seen)
     load_cache(outputs.cache, length, target, cache)
     # nothing is seen of a compiled forward
     position_ids = seen.positions[-1] if seen.positions else model_kwargs.get("position_ids")
@@ -71,40 +66,49 @@ def in_chunks(generation_config: Any, length: int, model_kwargs: dict[str, Any])
     return chunked
 
 
-class Seen(NamedTuple):
+@dataclass
+class Seen:
     """What hooks saw of the prompt's forward, in one or more chunks.
 
     Attributes:
-        features: the drafter's feature layers that have shown a chunk -> their outputs of it `[T, H]`.
-        chunks: for each chunk that all of them have shown, its tokens.
+        tokens: whose features went to the drafter.
         positions: the rotary's position ids; an adapter may have moved them.
     """
 
-    features: dict[int, Tensor]
-    chunks: list[int]
-    positions: list[Tensor]
+    tokens: int = 0
+    positions: list[Tensor] = field(default_factory=list)
 
 
 @contextmanager
-def observe(target: SplitTarget, take: Callable[[Sequence[Tensor]], None]) -> Iterator[Seen]:
-    """Hook the feature layers and the rotary embedding for a forward in this thread.
+def observe(target: SplitTarget, drafter: Drafter | None, expected: int) -> Iterator[Seen]:
+    """Hook the rotary embedding, and for a drafter the feature layers, for a forward in this thread.
+
+    The drafter gets a chunk's features as soon as all layers have shown theirs: those of a long prompt would be as
+    large as its cache.
 
     Args:
-        take: gets the feature layers' outputs of a chunk, in the order of `feature_layers`, once all are there.
+        expected: tokens of the prompt, for which the drafter has room.
+
+    Raises:
+        ValueError: from the forward, if it runs on more tokens.
     """
-    seen = Seen({}, [], [])
-    layers, thread = set(target.feature_layers), threading.get_ident()
+    seen, chunk, thread = Seen(), dict[int, Tensor](), threading.get_ident()
+    layers = target.feature_layers if drafter is not None else ()
 
     def record(layer: int) -> Any:
         def hook(module: Any, args: Any, output: Tensor) -> None:
             # another thread may run the same model meanwhile
             if threading.get_ident() != thread:
                 return
-            seen.features[layer] = output[0]
-            if len(seen.features) == len(layers):
-                take([seen.features[each] for each in target.feature_layers])
-                seen.features.clear()
-                seen.chunks.append(output.shape[1])
+            chunk[layer] = output[0]
+            if drafter is None or len(chunk) < len(layers):
+                return
+            features = torch.cat([chunk[each] for each in layers], dim=-1)
+            chunk.clear()
+            if seen.tokens + len(features) > expected:
+                raise ValueError(too_many_tokens(expected, seen.tokens + len(features)))
+            drafter.append(features, torch.full((1,), seen.tokens, device=features.device))
+            seen.tokens += len(features)
 
         return hook
 
@@ -127,23 +131,31 @@ def prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
     return max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
 
-def check_prefill(length: int, expected: int, target: SplitTarget, seen: Seen) -> None:
+def check_prefill(length: int, expected: int, drafter: Drafter | None, seen: Seen) -> None:
     """Refuse a forward that did something else than run the prompt's tokens eagerly.
 
+    Args:
+        length: tokens that it cached. expected: of the prompt.
+
     Raises:
-        ValueError: if the cache holds more than the prompt's tokens, or the feature layers did not show their outputs.
+        ValueError: if it cached others than the prompt's, or the feature layers did not show all outputs.
     """
     if length != expected:
+        raise ValueError(too_many_tokens(expected, length))
+    if drafter is not None and seen.tokens != expected:
         raise ValueError(
-            f"The prompt has {expected} tokens, but the model's forward cached {length}: it adds virtual tokens "
-            "(prompt or prefix tuning?), which HybridSpec cannot place. Use an adapter that changes weights, or drop "
-            "generation_mode."
+            f"The target's forward is compiled: of {expected} tokens, {seen.tokens} showed the layer outputs that the "
+            "drafter reads. Load the target without torch.compile, or leave assistant_model out."
         )
-    if target.feature_layers and sum(seen.chunks) != length:
-        raise ValueError(
-            "The target's forward is compiled, so the layer outputs that the drafter reads cannot be seen. "
-            "Load the target without torch.compile, or leave assistant_model out."
-        )
+
+
+def too_many_tokens(expected: int, found: int) -> str:
+    """For the error."""
+    return (
+        f"The prompt has {expected} tokens, but the model's forward ran {found}: it adds virtual tokens (prompt or "
+        "prefix tuning?), which HybridSpec cannot place, or a hook runs the model, too. Use an adapter that changes "
+        "weights, remove the hook, or drop generation_mode."
+    )
 
 
 def load_cache(source: Any, length: int, target: SplitTarget, cache: TargetCache) -> None:

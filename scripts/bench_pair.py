@@ -43,6 +43,8 @@ def main() -> None:
         result = judge(halves.held_out, config)
     except (ImportError, OSError, ValueError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("Interrupted: the same command goes on where it stopped.")
     fitted = f"Tables fitted to {config.acceptance.source}.\n"
     lines = ["# The pair that ships\n", describe(), "", fitted, *held_out_lines(result)]
     print(*lines, sep="\n")

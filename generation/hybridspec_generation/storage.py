@@ -131,9 +131,9 @@ def split(value: Any, name: str, tables: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         inside = {key: split(part, f"{prefix}{key}", tables) for key, part in value.items()}
         return {key: part for key, part in inside.items() if f"{prefix}{key}" not in tables}
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or not value:
         return value
-    if value and isinstance(value[0], dict):
+    if isinstance(value[0], dict):
         return [split(part, f"{prefix}{i}", tables) for i, part in enumerate(value)]
     tables[name] = torch.tensor(value, dtype=torch.float64)
     return None

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafters.dflash import DFlashDrafter
 from ..models.kernel_target import front_weights
@@ -21,12 +21,14 @@ PARTS = (
 )  # fmt: skip
 
 
-def weight_bytes(model: nn.Module) -> Counter[str]:
+def weight_bytes(model: Any) -> Counter[str]:
     """Bytes of a target's weights by part; norms count as "norms"."""
     found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         part = next((part for key, part in PARTS if key in name), "norms")
         found[part] += parameter.numel() * parameter.itemsize
+    # a head that is tied to the embedding has no name of its own
+    found["head"] = model.lm_head.weight.nbytes
     return found
 
 
@@ -47,7 +49,7 @@ class DecodeFloors:
         self.drafter, self.first = drafter, target.model.layers[0]
 
     def verification(self, w: int) -> dict[str, float]:
-        """Bytes of verifying and committing w tokens by part; w = 1 is a token of autoregressive decoding."""
+        """Bytes of verifying w tokens by part, without the commit; w = 1 is a token of autoregressive decoding."""
         c, types = self.config, list(self.config.layer_types)
         parts: dict[str, float] = {
             part: float(size) for part, size in self.weights.items() if part not in ("embedding", "experts")
@@ -55,8 +57,7 @@ class DecodeFloors:
         parts["embedding"] = w * c.hidden_size * self.element
         if self.distinct:
             parts["experts"] = self.weights["experts"] * self.distinct[w] / c.num_experts
-        # read and written; read once more where the commit has to wait for the acceptance
-        parts["states"] = types.count("linear_attention") * self.state() * (2 if w == 1 else 3)
+        parts["states"] = types.count("linear_attention") * self.state()
         row = 2 * c.num_key_value_heads * c.head_dim * self.element
         parts["kv"] = types.count("full_attention") * row * (self.context + 2 * w)
         return parts
@@ -101,6 +102,8 @@ class DecodeFloors:
             "context": self.context,
             "weights": dict(self.weights),
             "draft": entry(self.draft()),
+            "stage0": entry(self.stage0()),
+            "commit": entry(self.commit()),
             "verification": {str(w): entry(self.verification(w)) for w in lengths},
         }
 

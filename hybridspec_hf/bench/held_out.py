@@ -178,6 +178,8 @@ def judge(captured: Sequence[CaptureRounds], config: HybridSpecConfig) -> HeldOu
     Raises:
         ValueError: see `analyse`.
     """
+    # of a prompt without a whole block nothing can be said
+    captured = [part for part in captured if len(part.accepted)]
     analysis, tables = analyse(captured, config, refit=False), checked_tables(captured, config)
     rounds = merge_rounds(captured)
     seconds = round_seconds(rounds, tables)

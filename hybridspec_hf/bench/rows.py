@@ -59,7 +59,7 @@ class BenchRow:
         Args:
             tables: calibrated on the default backend. Its cost and rho do not hold for another one, where they are
                 left out and so measured at first use, as the paper calibrates each system on its own runtime. AR takes
-                how rounds are launched.
+                how rounds are launched. The row says whether rho is online, whatever the config does.
         """
         tables = tables or HybridSpecConfig(gdn_backend=self.gdn_backend)
         if not self.drafts:

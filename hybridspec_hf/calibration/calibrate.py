@@ -123,6 +123,8 @@ def calibrate(
     acceptance, experts = fit_tables(rounds, target, source)
     facts = cost_facts(engine, drafter, "whole rounds") | {"prompt_tokens": header["prompt_tokens"]}
     unfinished = UnfinishedCosts(output / UNFINISHED_NAME, facts)
+    if unfinished.dropped:
+        say(f"{unfinished.path}: {unfinished.dropped} lines are damaged or of something else, and measured again.")
     prefix = predict_acceptance(rounds, acceptance).cumprod(1)
     costs = tuple(
         replace(cost, source=f"{pair}, {cost.source}, {versions()}", throughput=rho_of(prefix, cost))

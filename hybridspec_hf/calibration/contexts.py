@@ -35,7 +35,7 @@ def measure_contexts(
     say: Callable[[str], object],
     unfinished: UnfinishedCosts | None = None,
 ) -> list[CostTable]:
-    """A latency curve behind each number of tokens, in ascending order; what does not fit in memory is left out.
+    """A latency curve behind each number of tokens, in ascending order; what a GPU has no memory for is left out.
 
     Args:
         unfinished: curves of an interrupted call, which are not measured again; it gets those that are measured now.
@@ -51,17 +51,24 @@ def measure_contexts(
             costs.append(known)
             continue
         try:
-            costs.append(measure_pair(model, drafter, texts_of(prompts, context)))
+            cost = measure_pair(model, drafter, texts_of(prompts, context))
+            if costs and cost.runtime != costs[0].runtime:
+                raise FellBack(f"rounds ran in {cost.runtime} there, not in {costs[0].runtime}")
         except RuntimeError as error:
-            if not costs or not is_out_of_memory(error):
+            if not costs or not (isinstance(error, FellBack) or is_out_of_memory(error)):
                 raise
             say(f"No latency behind {context} tokens, nor behind more: {error}")
             break
+        costs.append(cost)
         if unfinished:
-            unfinished.add(costs[-1])
+            unfinished.add(cost)
     if unfinished:
         unfinished.remove()
     return costs
+
+
+class FellBack(RuntimeError):
+    """Rounds ran otherwise than the rest of the calibration's: memory may suffice behind fewer tokens."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -81,7 +88,7 @@ def measure_pair(model: Any, drafter: DFlashDrafter, texts: Sequence[Tensor]) ->
     engine, texts = get_engine(model, drafter), [text.to(model.device) for text in texts]
     text, block, report = texts[0], int(drafter.config.block_size or 0), DecodeReport(policy="full")
     try:
-        points = time_rounds(model, drafter, texts, some_lengths(block))
+        answers = decode_all(model, drafter, texts, some_lengths(block))
     finally:
         # their graphs serve no other request
         engine.close()
@@ -89,36 +96,57 @@ def measure_pair(model: Any, drafter: DFlashDrafter, texts: Sequence[Tensor]) ->
     note_gdn(buffers.cache.gdn, report)
     try:
         r = start_round(model, engine, buffers, drafter, text[None], budget=block, eos=[])
-        r, kind = choose_target(engine, buffers, drafter, r, HybridSpecConfig().graphs, report)
-        graphs = kind != "off"
+        r, _ = choose_target(engine, buffers, drafter, r, HybridSpecConfig().graphs, report)
+        report.launches = way_of(answers)
+        graphs = report.launches == "graphs"
         how = f"whole rounds, {ROUND_TOKENS} tokens decoded behind each of {len(texts)} texts at each length"
         (last,) = text_windows(text, block, 1)
-        return cost_table(r, points, last, graphs, describe_runtime(report, graphs), how)
+        return cost_table(r, list(map(mean_round, answers)), last, graphs, describe_runtime(report, graphs), how)
     finally:
         engine.give_back(buffers)
 
 
-def time_rounds(
+def decode_all(
     model: Any, drafter: DFlashDrafter, texts: Sequence[Tensor], lengths: Sequence[int]
-) -> list[tuple[float, float]]:
-    """(mean tokens verified, mean seconds) of a round at each of `lengths`, over the rounds behind all `texts`.
+) -> list[list[DecodeReport]]:
+    """For each of `lengths`, the answers behind all `texts`.
 
-    The output budget shortens the last rounds of an answer, so the means are not the lengths themselves. Every length
-    captures graphs of its own, which takes longer than decoding with them: hence a few lengths, several texts.
+    Every length captures graphs of its own, which takes longer than decoding with them: hence a few lengths, several
+    texts.
     """
-    points = []
+    answers: list[list[DecodeReport]] = []
     with tqdm(total=len(lengths) * len(texts), desc=f"latency behind {len(texts[0])} tokens", unit="request") as bar:
         for w in lengths:
             bar.set_postfix_str(f"w = {w}")
-            answers = []
+            answers.append([])
             for text in texts:
-                answers.append(decode_at(model, drafter, text, w))
+                answers[-1].append(decode_at(model, drafter, text, w))
                 bar.update()
-            rounds = sum(answer.rounds for answer in answers)
-            verified = sum(answer.verified_tokens for answer in answers)
-            seconds = sum(answer.decode_seconds for answer in answers)
-            points.append((verified / rounds, seconds / rounds))
-    return points
+    return answers
+
+
+def mean_round(answers: Sequence[DecodeReport]) -> tuple[float, float]:
+    """(mean tokens verified, mean seconds) over all rounds of answers at one length.
+
+    The output budget shortens the last rounds of an answer, so the first is not the length itself.
+    """
+    rounds = sum(answer.rounds for answer in answers)
+    verified = sum(answer.verified_tokens for answer in answers)
+    return verified / rounds, sum(answer.decode_seconds for answer in answers) / rounds
+
+
+def way_of(answers: Sequence[Sequence[DecodeReport]]) -> str:
+    """How all rounds were launched: "graphs", or what their reports say.
+
+    Raises:
+        FellBack: if they differ.
+    """
+    every = [answer for of_length in answers for answer in of_length]
+    ways = {"graphs" if "graph" in answer.launches else answer.launches for answer in every}
+    if len(ways) > 1:
+        notes = "; ".join(dict.fromkeys(note for answer in every for note in answer.notes))
+        raise FellBack(f"some rounds ran as {', others as '.join(sorted(ways))}: {notes}")
+    return ways.pop()
 
 
 def decode_at(model: Any, drafter: DFlashDrafter, text: Tensor, w: int) -> DecodeReport:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import warnings
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 
-from hybridspec_generation.storage import replace_file
+from hybridspec_generation.storage import read_bytes, replace_file
 from hybridspec_generation.tables import CostTable
 
 from ..drafters.dflash import DFlashDrafter
@@ -29,6 +28,8 @@ from .latency import device_name
 
 CACHE_VARIABLE = "HYBRIDSPEC_CACHE"
 UNFINISHED_NAME = "latency.jsonl"
+# of every line of it
+FIRST_BYTES = b'{"facts": {'
 FORMAT = 1
 # what a text that is no curve makes `parse_cost` raise
 DAMAGED = (KeyError, TypeError, AttributeError, ValueError, RecursionError)
@@ -136,7 +137,7 @@ class UnfinishedCosts:
     """The curves that a calibration has measured so far, one a line.
 
     Attributes:
-        path: the file. costs: by context; a line that is damaged, or belongs to something else, is not among them.
+        path: the file. costs: by context. dropped: lines that are damaged, or belong to something else.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
@@ -144,13 +145,22 @@ class UnfinishedCosts:
 
         Args:
             facts: what the curves belong to, as JSON types.
+
+        Raises:
+            ValueError: if it is no such file.
         """
         self.path, self._facts = path, facts
         self.costs: dict[int, CostTable] = {}
-        for line in path.read_bytes().splitlines() if path.is_file() else []:
-            with suppress(*DAMAGED):
+        self.dropped = 0
+        lines = read_bytes(path).splitlines() if path.exists() else []
+        if lines and not lines[0].startswith(FIRST_BYTES):
+            raise ValueError(f"{path} is not a calibration's. Choose another output folder, or move it away.")
+        for line in lines:
+            try:
                 cost = parse_cost(line, facts)
                 self.costs[cost.context] = cost
+            except DAMAGED:
+                self.dropped += 1
 
     def add(self, cost: CostTable) -> None:
         """Keep one curve more."""
@@ -160,7 +170,7 @@ class UnfinishedCosts:
         replace_file(self.path, "".join(line + "\n" for line in lines).encode())
 
     def remove(self) -> None:
-        """Delete the file: all is measured, and the next calibration measures anew."""
+        """Delete the file: what was asked for is measured, and the next calibration measures anew."""
         self.path.unlink(missing_ok=True)
 
 

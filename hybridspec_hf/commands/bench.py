@@ -166,6 +166,8 @@ def measure(args: argparse.Namespace) -> tuple[PairReport, dict[str, Any]]:
     names = [*(args.policies or []), *(ablation_names(args.static_lengths) if args.ablations else [])]
     rows = parse_rows(names or SYSTEMS)
     tables = None if args.config is None else HybridSpecConfig.from_pretrained(args.config)
+    if tables is not None and tables.online_throughput:
+        print("online_throughput of --config is left out: rows whose names end in +online re-estimate rho.")
     check_folder(args.target, "target")
     # before the weights: a wrong file or row shows at once
     check_block(rows, tables, DFlashConfig.from_raw(read_raw_config(args.drafter, {})).block_size)

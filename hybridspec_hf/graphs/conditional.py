@@ -41,7 +41,7 @@ class _Shared:
     """What all chains of one parent share."""
 
     def __init__(self, device: torch.device) -> None:
-        # with its index
+        # as tensors name it, with its index: theirs are compared with it
         self.device = torch.empty(0, device=device).device
         self.context = driver.context_of(device)
         # captured graphs own the memory that the parent works in

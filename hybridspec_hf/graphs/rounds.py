@@ -200,7 +200,7 @@ class GraphedRounds:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _check_length(self, w: int) -> None:
-        """Raise if the round's graph may have been that of another length: a SWITCH takes the nearest that it has."""
+        """Raise for a length without a graph, in whose place a SWITCH takes the nearest one's."""
         if len(self.lengths) > 1 and not self.lengths[0] <= w <= self.lengths[-1]:
             raise RuntimeError(
                 f"The policy chose to verify {w} tokens, and there are graphs for {self.lengths[0]} to "
@@ -227,7 +227,12 @@ class GraphedRounds:
     def _replay(self) -> None:
         """A round graph by graph; the CPU waits for every length."""
         for step, graphs in zip(self.steps, self.graphs, strict=True):
-            graphs[0 if step.length is None else int(step.length) - self.lengths[0]].replay()
+            if step.length is None:
+                graphs[0].replay()
+                continue
+            w = int(step.length)
+            self._check_length(w)
+            graphs[w - self.lengths[0]].replay()
 
     def close(self) -> None:
         """Free the graphs; waits for rounds in flight."""

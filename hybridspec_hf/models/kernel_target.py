@@ -89,7 +89,7 @@ class KernelTarget:
         dense = [len(layer.mlp.gate_proj.weight) for layer in split.layers if hasattr(layer.mlp, "gate_proj")]
         self.dense = buffer(W, max(dense, default=0))
         fronts = [sum(map(len, front_weights(x.mlp))) for x in split.layers if hasattr(x.mlp, "experts")]
-        self.sums = PartSums(W, max(split.hidden_size, *fronts, 0), device)
+        self.sums = PartSums(W, max([split.hidden_size, *fronts]), device)
 
     def _experts(self) -> list[ExpertWeights]:
         return [expert_weights(layer.mlp) for layer in self.split.layers if hasattr(layer.mlp, "experts")]

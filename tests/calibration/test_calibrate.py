@@ -29,6 +29,7 @@ from hybridspec_hf.calibration.acceptance import fit_acceptance_table, leave_out
 from hybridspec_hf.calibration.calibrate import describe_rounds, fit_tables
 from hybridspec_hf.calibration.capture import CaptureRounds, capture_rounds, merge_rounds
 from hybridspec_hf.calibration.contexts import TEXTS, decode_at, measure_contexts, measure_pair, texts_of
+from hybridspec_hf.calibration.cost_files import UnfinishedCosts
 from hybridspec_hf.calibration.prompts import load_prompts, prompt_hash
 from hybridspec_hf.calibration.store import CaptureStore
 from hybridspec_hf.cli import main
@@ -317,6 +318,43 @@ def test_a_context_that_does_not_fit_is_left_out(pair, monkeypatch, where):
         measure_contexts(pair.model, pair.drafter, prompts, [700], said.append)
 
 
+def test_rounds_that_fell_back_are_no_curve(pair, monkeypatch):
+    """They are of another runtime: kernels for which memory did not suffice, say."""
+
+    def answer(model, drafter, text, w):
+        fell_back = len(text) == 60 or (len(text) == 90 and w > 4)
+        launches = "modules" if fell_back else "kernels"
+        return replace(fake_answer(model, drafter, text, w), launches=launches, notes=["a kernel failed"])
+
+    monkeypatch.setattr(contexts, "decode_at", answer)
+    prompts, said = [torch.randint(1, 90, (1, 20))], []
+    for others, why in (
+        (60, "ran in .*modules there, not in .*kernels"),
+        (90, "ran as kernels, others as modules: a k"),
+    ):
+        costs = measure_contexts(pair.model, pair.drafter, prompts, [30, others, 120], said.append)
+        assert [cost.context for cost in costs] == [30] and costs[0].runtime.endswith("kernels")
+        assert re.search(f"No latency behind {others} tokens, nor behind more: .*{why}", said[-1])
+    with pytest.raises(RuntimeError, match="some rounds ran as kernels, others as modules"):
+        measure_contexts(pair.model, pair.drafter, prompts, [90], said.append)
+    # all of them: the curve is that of the modules
+    (cost,) = measure_contexts(pair.model, pair.drafter, prompts, [60], said.append)
+    assert cost.runtime.endswith("modules")
+
+
+@pytest.mark.parametrize("content", ['{"my": "own results"}\n', "text\n"])
+def test_a_file_that_is_not_a_calibrations_is_left_alone(tmp_path, content):
+    path = tmp_path / "latency.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not a calibration's. Choose another output folder"):
+        UnfinishedCosts(path, {"block": 16})
+    assert path.read_text() == content
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OSError, match="latency.jsonl cannot be read"):
+        UnfinishedCosts(path, {"block": 16})
+
+
 @pytest.mark.parametrize("error", [RuntimeError("device-side assert"), ValueError("a bug"), KeyError("another")])
 def test_what_is_no_lack_of_memory_is_raised(pair, monkeypatch, error):
     def fail(model, drafter, text, w):
@@ -378,6 +416,7 @@ def test_an_interrupted_measurement_is_resumed(prompt_file, calibrated, tmp_path
     del asked[:]
     outcome = hybridspec_calibrate(prompt_file, tmp_path, "--context", 60, 90)
     assert outcome.status == 0, outcome.stderr
+    assert "latency.jsonl: 3 lines are damaged or of something else" in outcome.stdout
     assert "behind 60 tokens is already measured" in outcome.stdout and {length for length, _ in asked} == {90}
     kept, measured = HybridSpecConfig.from_pretrained(tmp_path).costs
     assert list(kept.target_cost) == first["target_cost"] and kept.throughput > 0 == first["throughput"]

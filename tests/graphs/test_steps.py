@@ -1,5 +1,8 @@
 """The pieces of a round that graphs are made of, run one by one on the CPU."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.harness import make_round, plain_text
@@ -11,7 +14,7 @@ from hybridspec_generation.policies import FixedLength, HybridSpecPolicy
 from hybridspec_generation.round import run_round
 from hybridspec_generation.tables import SelectionTables
 from hybridspec_hf.calibration.tables import default_tables, fit_experts
-from hybridspec_hf.graphs.rounds import emit_nothing, round_steps
+from hybridspec_hf.graphs.rounds import GraphedRounds, Piece, Step, emit_nothing, round_steps
 
 
 def rounds(policy, budget=40):
@@ -90,3 +93,21 @@ def test_warming_pieces_commits_nothing(policy):
             piece.run()
     for x, y in zip(before, committed(r), strict=True):
         torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("w", [1, 6])
+def test_a_length_without_a_graph_is_refused(w):
+    """By the host, which reads every round's length; a SWITCH would run the nearest."""
+    graphs = GraphedRounds.__new__(GraphedRounds)
+    graphs.lengths = [2, 3, 4, 5]
+    graphs._check_length(2), graphs._check_length(5)
+    with pytest.raises(RuntimeError, match=f"verify {w} tokens, and there are graphs for 2 to 5"):
+        graphs._check_length(w)
+    ran = []
+    graphs.steps = [Step([Piece(str(each), None) for each in graphs.lengths], torch.tensor([w], dtype=torch.int32))]
+    graphs.graphs = [[SimpleNamespace(replay=partial(ran.append, each)) for each in graphs.lengths]]
+    with pytest.raises(RuntimeError, match="there are graphs for 2 to 5"):
+        graphs._replay()
+    graphs.steps[0].length.fill_(3)
+    graphs._replay()
+    assert ran == [3]
