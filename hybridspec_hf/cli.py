@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hybridspec {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"hybridspec {args.command}: interrupted", file=sys.stderr)
+        advice = f"; {args.interrupted}" if hasattr(args, "interrupted") else ""
+        print(f"hybridspec {args.command}: interrupted{advice}", file=sys.stderr)
         return 130
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hybridspec_generation import DecodeReport
+from hybridspec_generation import DecodeReport, HybridSpecConfig
 from hybridspec_generation.decode import RoundReadout
 from hybridspec_generation.round import Round
 
@@ -19,7 +19,7 @@ from .drafters.dflash import DFlashDrafter
 from .emission import Emitter
 from .engine import Engine, get_engine
 from .lengths import plan_lengths
-from .planning import note_gdn, plan_rounds
+from .planning import note, note_gdn, plan_rounds
 from .prefill import prefill, prompt_length
 from .validation import as_config, check_drafter, check_options
 
@@ -65,7 +65,9 @@ def hybridspec_decoding(
     prompt = Prompt(input_ids, generation_config, model_kwargs)
     emitter = Emitter(input_ids, generation_config, stopping_criteria, streamer)
     report = DecodeReport(policy="ar" if drafter is None else config.policy)
-    if drafter is None and generation_config.hybridspec_config is not None:
+    if drafter is None and config.policy != HybridSpecConfig.policy:
+        note(report, f"policy={config.policy!r} has no effect without assistant_model: decoding autoregressively")
+    elif drafter is None and generation_config.hybridspec_config is not None:
         report.notes.append(
             "without assistant_model, of hybridspec_config only gdn_backend, graphs and "
             "rounds_per_launch have an effect"

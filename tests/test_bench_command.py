@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hybridspec_hf.bench.pair_report import summarise
 from hybridspec_hf.bench.pair_run import Recording, Request, in_turn, shared_copy
 from hybridspec_hf.bench.pair_tables import bench_lines
 from hybridspec_hf.bench.rows import parse_rows
+from hybridspec_hf.calibration.cost_files import cache_folder, without_cache_folder
 from hybridspec_hf.calibration.prompts import load_prompts, prompt_hash
 from hybridspec_hf.cli import main
 from hybridspec_hf.commands import bench
@@ -296,3 +298,32 @@ def test_unknown_row_is_refused_by_the_parser(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(["bench", "--output", str(tmp_path), "--policies", "full+fast"])
     assert "Unknown GDN backend 'fast'" in capsys.readouterr().err
+
+
+def test_a_calibration_that_is_not_finished_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "load_capture", lambda folder: None)
+    with pytest.raises(FileNotFoundError, match="is not finished. Run the same command again"):
+        bench.load_captured(tmp_path)
+
+
+def test_rows_measure_their_own_curves(monkeypatch):
+    """Not what an earlier request kept, which may be of another context."""
+    monkeypatch.setenv("HYBRIDSPEC_CACHE", "/somewhere")
+    with without_cache_folder():
+        assert cache_folder() is None
+    assert str(cache_folder()) == "/somewhere"
+    monkeypatch.delenv("HYBRIDSPEC_CACHE")
+    with pytest.raises(KeyError), without_cache_folder():
+        raise KeyError
+    assert "HYBRIDSPEC_CACHE" not in os.environ
+
+
+def test_a_bench_forgets_the_curves_of_earlier_requests(monkeypatch):
+    model = tiny_target()
+    drafter, seen = tiny_drafter(model), []
+    engine = get_engine(model, drafter)
+    engine.costs["of another context"] = object()
+    monkeypatch.setattr(pair_run, "warm_up", lambda *_: seen.append((dict(engine.costs), cache_folder())))
+    prompts = [BenchPrompt("a", "coding", torch.tensor([[3, 4, 5]]))]
+    pair_run.run_rows(model, drafter, prompts, parse_rows(["full"]), None, max_new_tokens=4, repeats=1)
+    assert seen == [({}, None)] * 2

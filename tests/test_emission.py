@@ -114,8 +114,12 @@ def test_prompt_dtypes(pair, dtype):
 def test_a_config_without_drafter_is_noted(pair):
     options = {"input_ids": IDS, "return_dict_in_generate": True, **MODE}
     assert pair[0].generate(**options).report.notes == []
-    out = pair[0].generate(hybridspec_config=HybridSpecConfig(policy="full"), **options)
+    out = pair[0].generate(hybridspec_config=HybridSpecConfig(), **options)
     assert out.report.policy == "ar" and "only gdn_backend" in out.report.notes[0]
+    # a drafter was forgotten
+    with pytest.warns(UserWarning, match="policy='full' has no effect without assistant_model"):
+        out = pair[0].generate(hybridspec_config=HybridSpecConfig(policy="full"), **options)
+    assert out.report.policy == "ar" and "policy='full'" in out.report.notes[0]
 
 
 def test_max_time_stops_early(pair):

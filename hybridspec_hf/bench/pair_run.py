@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 from hybridspec_generation import DecodeReport, HybridSpecConfig
 
+from ..calibration.cost_files import without_cache_folder
 from ..drafters.dflash import DFlashDrafter
+from ..engine import get_engine
 from ..evals.exactness import Divergence, divergence
 from .pair_prompts import BenchPrompt
 from .rows import BenchRow
@@ -79,7 +81,9 @@ def run_rows(
     recording = Recording()
     drafters = one_drafter_per_backend(drafter, rows)
     calls = [Call(model, drafters, row, tables, max_new_tokens, eos) for row in rows]
-    with tqdm(total=len(rows) * len(prompts) * repeats, desc="bench", unit="request") as bar:
+    # curves that rows measure are of the same prompt then, whatever ran before
+    get_engine(model, drafter).costs.clear()
+    with without_cache_folder(), tqdm(total=len(rows) * len(prompts) * repeats, desc="bench", unit="request") as bar:
         bar.set_postfix_str("warming up")
         for call in calls:
             warm_up(call, prompts, recording)

@@ -74,17 +74,18 @@ def is_fixed(policy: str) -> bool:
 
 
 def plot_cost(analysis: Analysis, path: Path, report: PairReport | None) -> Path:
-    """Milliseconds of a round by length: what was measured and the quadratic through it, or the cost table alone where
-    it does not say; distinct experts on an axis of their own."""
+    """Milliseconds of a round by length: the cost table, and what was measured with the quadratic through it, which
+    the table is but for never falling; distinct experts on an axis of their own."""
     figure, (axes,) = new_figure(1)
     lengths = np.arange(2, len(analysis.round_ms) + 2)
     measured = [(w, 1e3 * seconds) for w, seconds in analysis.cost.measured]
     if measured:
         fit = fit_quadratic(measured)
         axes.plot(*zip(*measured, strict=True), "o", label="measured")
-        axes.plot(lengths, np.polyval(fit, lengths), label="quadratic: " + equation(fit.tolist()))
-    else:
-        axes.plot(lengths, analysis.round_ms, ".", label="cost table, which keeps no measured points")
+        axes.plot(lengths, np.polyval(fit, lengths), ":", label="quadratic: " + equation(fit.tolist()))
+    axes.plot(
+        lengths, analysis.round_ms, label="cost table" if measured else "cost table, which keeps no measured points"
+    )
     points = fixed_lengths(report) if report else []
     if points:
         axes.plot(*zip(*points, strict=True), "x", label="fixed lengths of this bench")

@@ -12,7 +12,6 @@ from ..lengths import READ_RHO
 
 AUTOREGRESSIVE = "ar"
 DEFAULT_BACKEND = "block"
-FULL = "full"
 HYBRIDSPEC = "hybridspec"
 ONLINE = "online"
 STATIC = "static:"
@@ -63,11 +62,9 @@ class BenchRow:
         """
         tables = tables or HybridSpecConfig(gdn_backend=self.gdn_backend)
         if not self.drafts:
-            # a config needs the name of a policy, which nothing reads
             return HybridSpecConfig(
-                policy=FULL, gdn_backend=self.gdn_backend, graphs=tables.graphs,
-                rounds_per_launch=tables.rounds_per_launch,
-            )  # fmt: skip
+                gdn_backend=self.gdn_backend, graphs=tables.graphs, rounds_per_launch=tables.rounds_per_launch
+            )
         if self.gdn_backend != tables.gdn_backend:
             tables = replace(tables, cost=None, throughput=None)
         return replace(tables, policy=self.policy, gdn_backend=self.gdn_backend, online_throughput=self.online)

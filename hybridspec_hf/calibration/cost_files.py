@@ -12,6 +12,8 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ CACHE_VARIABLE = "HYBRIDSPEC_CACHE"
 UNFINISHED_NAME = "latency.jsonl"
 # of every line of it
 FIRST_BYTES = b'{"facts": {'
-FORMAT = 1
+# of the files, and of how curves are measured
+FORMAT = 2
 # what a text that is no curve makes `parse_cost` raise
 DAMAGED = (KeyError, TypeError, AttributeError, ValueError, RecursionError)
 
@@ -48,6 +51,20 @@ def cache_folder() -> Path | None:
         return Path(chosen).expanduser() if chosen else Path(constants.HF_HOME) / "hybridspec"
     except RuntimeError as error:
         raise OSError(f"{CACHE_VARIABLE}={chosen!r}: {error}") from error
+
+
+@contextmanager
+def without_cache_folder() -> Iterator[None]:
+    """Within the block, no curve is read from the cache folder or kept there."""
+    before = os.environ.get(CACHE_VARIABLE)
+    os.environ[CACHE_VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHE_VARIABLE]
+        else:
+            os.environ[CACHE_VARIABLE] = before
 
 
 def cost_facts(engine: Engine, drafter: DFlashDrafter, runtime: str) -> dict[str, Any]:

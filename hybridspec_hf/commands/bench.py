@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hybridspec_generation.storage import CONFIG_NAME
 from hybridspec_hf import DFlashDrafter, HybridSpecConfig
 from hybridspec_hf.bench.analysis import Analysis, analyse, checked_tables, to_dict
 from hybridspec_hf.bench.captured import Capture, load_capture
@@ -99,7 +100,7 @@ def row_name(text: str) -> str:
     try:
         parse_row(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f'{error} Or "ar": autoregressive.') from error
     return text
 
 
@@ -227,7 +228,10 @@ def load_captured(folder: Path) -> Captured:
     Raises:
         FileNotFoundError: if a file is missing. ValueError: if one is damaged, or they do not belong together.
     """
-    capture, config = load_capture(folder), HybridSpecConfig.from_pretrained(folder)
+    capture = load_capture(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise FileNotFoundError(f"The calibration in {folder} is not finished. Run the same command again.")
+    config = HybridSpecConfig.from_pretrained(folder)
     checked_tables(capture.rounds, config)
     capture.check_drafter(config.calibrated_for)
     return Captured(capture, config)

@@ -49,7 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--threads", type=positive, metavar="N", help="CPU threads (default: torch's; 1 for a tiny model)"
     )
     parser.add_argument("--json", action="store_true", help="make the last line of stdout one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
 
 
 def run(args: argparse.Namespace) -> int:

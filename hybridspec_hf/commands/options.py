@@ -16,7 +16,7 @@ def policy_name(text: str) -> str:
         try:
             HybridSpecConfig(policy=text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(f'{error} Or "ar": autoregressive.') from error
     return text
 
 

@@ -220,7 +220,8 @@ def test_the_plot_fits_what_was_measured(prompts, config, tmp_path, monkeypatch)
     measured = ((2.0, 1.1), (3.0, 1.0), (4.0, 1.3), (4.0, 1.5), (4.9, 1.6))
     result = analyse(prompts[:2], replace(config, cost=replace(COST, measured=measured)), refit=False)
     plots.plot_cost(result, tmp_path / "cost.png", None)
-    points, curve = drawn[0].axes[0].lines
+    points, curve, used = drawn[0].axes[0].lines
+    assert used.get_label() == "cost table" and used.get_ydata() == pytest.approx([1000, 1200, 1350, 1450])
     assert points.get_label() == "measured" and curve.get_label().startswith("quadratic: ")
     assert points.get_xydata() == pytest.approx(np.array(measured) * [1, 1e3])
     fit = np.polyfit(*zip(*measured, strict=True), 2)

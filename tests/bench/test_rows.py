@@ -47,8 +47,8 @@ def test_an_online_rho_is_the_last_part():
 def test_ar_is_launched_as_the_tables_say():
     tables = HybridSpecConfig(policy="dcut", graphs="off", rounds_per_launch=4, throughput=1.0)
     config = parse_row("ar").config(tables)
-    assert config == HybridSpecConfig(policy="full", graphs="off", rounds_per_launch=4)
-    assert parse_row("ar+replay").config() == HybridSpecConfig(policy="full", gdn_backend="replay")
+    assert config == HybridSpecConfig(graphs="off", rounds_per_launch=4)
+    assert parse_row("ar+replay").config() == HybridSpecConfig(gdn_backend="replay")
 
 
 @pytest.mark.parametrize("name", [

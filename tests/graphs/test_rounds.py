@@ -145,7 +145,7 @@ def test_nothing_is_compiled_or_loaded_from_the_first_capture_on(policy, rounds,
     """Loading a module waits for the GPU, which a capture forbids and a round cannot afford."""
     model, drafter = pair()
     if policy == "ar":
-        drafter, policy = None, "full"
+        drafter, policy = None, "hybridspec"
     ids, late, began = torch.randint(1, 90, (1, 6), device="cuda"), [], []
 
     def capture(*arguments):
