@@ -189,12 +189,13 @@ def row_line(report: DecodeBenchmark, row: Row) -> str:
 
 
 def mean_lines(report: DecodeBenchmark) -> Iterator[str]:
-    """Each policy's means, and what the reports note."""
+    """Each policy's means, and what the reports note of whom."""
     yield "Means over the categories:"
     for summary in report.summaries():
         yield _line("mean", summary)
     for note in sorted({note for row in report.rows for note in row.notes}):
-        yield f"note: {note}"
+        policies = dict.fromkeys(row.policy for row in report.rows if note in row.notes)
+        yield f"note of {', '.join(policies)}: {note}"
 
 
 def part_lines(parts: list[Parts]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from hybridspec_hf.bench.decode_report import (
     Split,
     head_lines,
     launch_line,
+    mean_lines,
     row_line,
     split_line,
 )
@@ -521,3 +522,12 @@ def test_parts_of_a_round_by_kind_of_layer():
     kinds = ("GDN", "attention", "MoE", "head", "acceptance and commit")
     assert {f"  {w}: {kind}" for w in (1, 4, 16) for kind in kinds} < set(parts)
     assert {"100 calls of the selector", "100 calls of the routing correction"} < set(parts)
+
+
+def test_notes_say_whose_they_are():
+    rows = [Row(name, "coding", 1.0, None, 1.0, 1, 1.0, 1.0, True, notes) for name, notes in (
+        ("full", []), ("evict", ["cost: measured now"]), ("hybridspec", ["cost: measured now", "another"]),
+    )]  # fmt: skip
+    report = DecodeBenchmark({"bandwidth": None}, rows=rows)
+    notes = [line for line in mean_lines(report) if line.startswith("note")]
+    assert notes == ["note of hybridspec: another", "note of evict, hybridspec: cost: measured now"]
