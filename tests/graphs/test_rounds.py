@@ -16,6 +16,7 @@ from hybridspec_hf.graphs import conditional, driver
 from hybridspec_hf.graphs import rounds as graph_rounds
 from hybridspec_hf.graphs.capture import CaptureError
 from hybridspec_hf.graphs.rounds import GraphedRounds
+from hybridspec_kernels.triton_support import jit, tl
 
 pytestmark = pytest.mark.gpu
 
@@ -139,27 +140,34 @@ def test_eos_and_streams_stop_in_the_middle(rounds, policy):
         assert out[0, 5:].tolist() == want and streamed.tokens == [*ids[0].tolist(), *want]
 
 
+@jit
+def _fresh_kernel(x, N: tl.constexpr):
+    tl.store(x, N)
+
+
+@pytest.mark.parametrize("number, policy", list(enumerate(["ar", "hybridspec", "nominal", "dcut", "static:4"])))
 @pytest.mark.parametrize("rounds", [1, 5])
-@pytest.mark.parametrize("policy", ["ar", "hybridspec", "nominal", "dcut", "static:4"])
-def test_nothing_is_compiled_or_loaded_from_the_first_capture_on(policy, rounds, monkeypatch):
+def test_nothing_is_compiled_or_loaded_from_the_first_capture_on(number, policy, rounds, monkeypatch):
     """Loading a module waits for the GPU, which a capture forbids and a round cannot afford."""
     model, drafter = pair()
-    if policy == "ar":
-        drafter, policy = None, "hybridspec"
     ids, late, began = torch.randint(1, 90, (1, 6), device="cuda"), [], []
+    config = {"rounds_per_launch": rounds} if policy == "ar" else {"rounds_per_launch": rounds, "policy": policy}
 
-    def capture(*arguments):
+    def capture(*arguments, capture=graph_rounds.capture):
         began.append(True)
-        return graphs_capture(*arguments)
+        return capture(*arguments)
 
-    graphs_capture = graph_rounds.capture
+    def watch(hook):
+        monkeypatch.setattr(triton.knobs.runtime, hook, lambda *_, **__: late.append(hook) if began else None)
+
     monkeypatch.setattr(graph_rounds, "capture", capture)
-    for hook in ("jit_cache_hook", "kernel_load_start_hook"):
-        monkeypatch.setattr(
-            triton.knobs.runtime, hook, lambda *_, hook=hook, **__: late.append(hook) if began else None
-        )
-    out = generate(model, drafter, ids, 40, policy=policy, rounds_per_launch=rounds)
-    assert began and not late and "parent" in out.report.launches + "parent" * (drafter is None)
+    watch("jit_cache_hook")
+    watch("kernel_load_start_hook")
+    generate(model, None if policy == "ar" else drafter, ids, 40, **config)
+    assert began and not late
+    # the hooks do see it
+    _fresh_kernel[(1,)](ids, N=10 * number + rounds)
+    assert set(late) == {"jit_cache_hook", "kernel_load_start_hook"}
 
 
 @pytest.mark.parametrize("rounds", [3, 16])

@@ -100,7 +100,8 @@ def test_a_length_without_a_graph_is_refused(w):
     """By the host, which reads every round's length; a SWITCH would run the nearest."""
     graphs = GraphedRounds.__new__(GraphedRounds)
     graphs.lengths = [2, 3, 4, 5]
-    graphs._check_length(2), graphs._check_length(5)
+    graphs._check_length(2)
+    graphs._check_length(5)
     with pytest.raises(RuntimeError, match=f"verify {w} tokens, and there are graphs for 2 to 5"):
         graphs._check_length(w)
     ran = []
